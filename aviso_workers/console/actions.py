@@ -40,7 +40,6 @@ __all__ = ["ACTIONS", "Action", "Actions", "BrokenOffError", "Confirmation"]
 MAX_JOBS = 50
 """Jobs that are remembered; older ones are in the audit stream."""
 
-BROKEN_OFF = "It had begun: look what of it is done, all, a part or nothing, before you do it again."
 
 Form = Mapping[str, str]
 
@@ -68,8 +67,6 @@ class PlannedAction(Struct, frozen=True, kw_only=True):
     """Carries it out in the background, if it is a job."""
     sequences: Sequence[int] = ()
     """The dead letters of a job."""
-    hands_back: bool = False
-    """Whether the job retries them."""
 
     @property
     def fingerprint(self) -> str:
@@ -145,15 +142,12 @@ class Actions:
         if plan.job is not None:
             return self._begin(action, visitor, plan, form)
         assert plan.run is not None
-        begun = False
-        try:
-            async with self.audit.recorded(visitor.name, action.name, plan.of, plan.fields) as result:
-                begun = True
+        async with self.audit.recorded(visitor.name, action.name, plan.of, plan.fields) as result:
+            try:
                 await plan.run(result)
-        except BackendError as error:
-            if not begun:
-                raise
-            raise BrokenOffError(f"{describe(error)}. {BROKEN_OFF}") from error
+            except BackendError as error:
+                why = f"{describe(error)}. It had begun: look whether all of it, a part or nothing is done"
+                raise BrokenOffError(why) from error
         return plan.back
 
     def _begin(self, action: Action, visitor: Visitor, plan: PlannedAction, form: Form) -> str:
@@ -165,8 +159,8 @@ class Actions:
             selection=plan.fields,
             confirmed=plan.fingerprint,
             sequences=frozenset(plan.sequences),
+            total=len(plan.sequences),
             left=set(plan.sequences),
-            hands_back=plan.hands_back,
             rate=_rate(form),
         )
         self._jobs.append(job)
@@ -295,7 +289,6 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
         back="/dead-letters",
         job=partial(dead_letters.act, actions.admin, config),
         sequences=found,
-        hands_back=not drops,
     )
 
 

@@ -14,7 +14,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config
-from aviso_workers.errors import BackendError, RefusedError, describe
+from aviso_workers.errors import BackendError, DeniedError, RefusedError, describe
 from aviso_workers.events import Events
 from aviso_workers.ops import inventory
 from aviso_workers.state import audit_records
@@ -25,8 +25,7 @@ __all__ = ["ActionResult", "Audit"]
 
 TIMEOUT_SECONDS = 10.0
 END_SECONDS, AGAIN_SECONDS = 30.0, 1.0
-"""For how long, and how often, it is tried to store the end of an action: a server that is gone has a successor then.
-"""
+"""For how long, and how often, it is tried to store the end of an action: a server has a successor by then."""
 log = structlog.get_logger("aviso_workers.console")
 
 
@@ -57,7 +56,7 @@ class Audit:
         end that cannot be stored is logged only.
         """
         begun = AuditRecord(who=who, action=action, of=of, selection=dict(selection or {}), state="begun")
-        result, patience = ActionResult(sequence=await self._store(begun, uuid.uuid4().hex)), END_SECONDS
+        result, patience = ActionResult(sequence=await self._store(begun)), END_SECONDS
         try:
             yield result
         except anyio.get_cancelled_exc_class():
@@ -72,7 +71,10 @@ class Audit:
             )
             end = structs.replace(begun, state=result.state, result=result.text, begun=result.sequence)
             with anyio.CancelScope(shield=True):  # also where the console ends meanwhile
-                await self._store_end(end, anyio.current_time() + patience)
+                try:
+                    await self._store(end, until=anyio.current_time() + patience)
+                except BackendError as error:
+                    log.warning("console.end_not_recorded", action=action, error=describe(error))
 
     async def newest(self, count: int) -> list[RecordedAction]:
         """Return about so many of the newest actions, the newest first. Raises `BackendError`."""
@@ -84,26 +86,19 @@ class Audit:
         async with aclosing(reading):
             return audit_records.joined([message async for message in reading])[:count]
 
-    async def _store_end(self, record: AuditRecord, until: float) -> None:
-        """Store the end of an action, and try again where no server answers, until this time."""
-        message_id = uuid.uuid4().hex
+    async def _store(self, record: AuditRecord, *, until: float = 0.0) -> int:
+        """Store a record, and try again where no server answers, until this time. Raises `BackendError`."""
+        message, message_id, tried = audit_records.message_of(record), uuid.uuid4().hex, 0
         while True:
             try:
-                await self._store(record, message_id)
-                return
+                return await self._publish(message, message_id)
             except BackendError as error:
-                if isinstance(error, RefusedError) or anyio.current_time() > until:
-                    log.warning("console.end_not_recorded", action=record.action, error=describe(error))
-                    return
-            await anyio.sleep(AGAIN_SECONDS)
-
-    async def _store(self, record: AuditRecord, message_id: str) -> int:
-        message = audit_records.message_of(record)
-        try:
-            return await self._publish(message, message_id)
-        except BackendError:
-            self._streams.forget(AUDIT)  # it may have been deleted: it is looked at, and made, once more
-            return await self._publish(message, message_id)
+                self._streams.forget(AUDIT)  # it may have been deleted: it is looked at, and made, once more
+                last = tried and (isinstance(error, RefusedError) or anyio.current_time() > until)
+                if last or isinstance(error, DeniedError):
+                    raise
+            await anyio.sleep(AGAIN_SECONDS if tried else 0)
+            tried += 1
 
     async def _publish(self, message: Message, message_id: str) -> int:
         await self._streams.ensure(self._spec)

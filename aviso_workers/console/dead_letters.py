@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from datetime import datetime
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 
 import anyio
 from msgspec import Struct
@@ -43,6 +44,7 @@ LOOK_SECONDS = 1.0
 """How long it is read at most, for one look at a job, what has become a dead letter again."""
 ELECTION_SECONDS, AGAIN_SECONDS = 30.0, 1.0
 """For how long, and how often, a job tries again where a server does not answer: another one takes over by then."""
+BY_AGENT = attrgetter("app", "agent")
 MAX_FAILURES = 100
 """After so many portions of a job that fail, it gives up."""
 
@@ -122,77 +124,69 @@ async def selected(admin: Admin, config: Config, fields: Mapping[str, str], *, l
 
 async def act(admin: Admin, config: Config, job: Job) -> None:
     """Drop or retry exactly the dead letters of the job, at most `job.rate` of them a second. What fails is noted in
-    the job, and the others go on; where a server does not answer, it is tried again for a while.
-
-    Raises `BackendError` where too much fails.
+    the job, and the others go on; where no server answers, it is tried again. Raises `BackendError` where too much
+    fails.
     """
     stored = StoredDeadLetters(admin, config, events=Events())
     do = partial(StoredDeadLetters.retry if job.hands_back else StoredDeadLetters.drop, stored)
-    done, moved_at, patient = 0, anyio.current_time(), True
     while job.left:
+        patient = not job.failures and anyio.current_time() - job.moved_at < ELECTION_SECONDS
         try:
             chosen = _selected(stored, Selection(sequences=frozenset(job.left)))
             async for portion in portions(chosen, rate=job.rate):
-                for of_agent in _by_agent(portion):
-                    await _act_on(of_agent, do, job, patient=patient and not job.failures)
+                # Apart by agent: one that cannot be handed back holds up those of no other agent.
+                for _, of_agent in groupby(sorted(portion, key=BY_AGENT), key=BY_AGENT):
+                    await _act_on([*of_agent], do, job, patient=patient and not job.failures)
             return
-        except (UnavailableError, OutcomeUnknownError) as error:
-            if not patient or job.failures:
+        except (UnavailableError, OutcomeUnknownError):
+            if not patient:
                 raise
-            job.waits = describe(error)
-        if job.done > done:
-            done, moved_at = job.done, anyio.current_time()
-        patient = anyio.current_time() - moved_at < ELECTION_SECONDS
         await anyio.sleep(AGAIN_SECONDS)
 
 
 async def failed_again(admin: Admin, job: Job) -> str:
     """Return in words how many of those that a job has handed back are dead letters again by now."""
-    why = f"the server has not told the rest within {LOOK_SECONDS:g} s"
-    waiting, found = 0, job.again
+    why, waiting = f"the server has not told the rest within {LOOK_SECONDS:g} s", 0
     try:
         with anyio.move_on_after(LOOK_SECONDS):
-            async with found.looking:
+            async with job.looking:
                 why = await _look(admin, job)
             consumers = await agent_inventory.agents(admin, RETRIES)
             waiting = sum(consumers[agent].lag for agent in job.agents if agent in consumers)
     except BackendError as error:
         why = describe(error)
-    least = "" if not why else "at least "
-    said = [f"{least}{found.count} are dead letters again" + (f", and it is not known how many: {why}" if why else "")]
-    if job.windows:
-        said.append(f"of {job.windows} windows it is not known")
-    if waiting:
-        said.append(f"their agents have {waiting} retries to finish")
-    return "; ".join(said)
+    said = (
+        f"{job.failed_again} are dead letters again",
+        f"and it is not known whether more are: {why}" if why else "",
+        f"of {job.windows} windows it is not known" if job.windows else "",
+        f"their agents have {waiting} retries to finish" if waiting else "",
+    )
+    return "; ".join(filter(None, said))
 
 
 async def _look(admin: Admin, job: Job) -> str:
     """Read what has become a dead letter again: only what has come since it was read last, unless some were erased
     meanwhile. Return why that cannot be known; empty where it is. Raises `BackendError`.
     """
-    found, last = job.again, max(job.sequences)
+    last = max(job.sequences)
     info = await inventory.existing(admin.stream_info(DEAD_LETTERS))
-    if info is None or info.last_sequence < last or found.created not in (None, info.created):
+    before = job.seen or (info and info.created, 0, 0)
+    if info is None or info.last_sequence < last or info.created != before[0]:
         return f"the stream {DEAD_LETTERS} was deleted or made again since"
-    come, more = info.last_sequence - found.seen[0], info.messages - found.seen[1]
-    if come != more or not found.read_to:
-        found.count, found.read_to = 0, last
-    found.seen, found.created = (info.last_sequence, info.messages), info.created
-    handed_back = job.sequences - job.left
+    if not job.read_to or info.last_sequence - before[1] != info.messages - before[2]:
+        job.failed_again, job.read_to = 0, last
+    job.seen = (info.created, info.last_sequence, info.messages)
+    handed_back = {str(sequence) for sequence in job.sequences - job.left}
     subjects = [f"{dead_letter_records.SUBJECT}.{app}.{agent}" for app, agent in sorted(job.agents)]
-    if subjects and found.read_to < info.last_sequence:
-        reading = admin.read(
-            DEAD_LETTERS,
-            filter_subjects=subjects,
-            start_sequence=found.read_to + 1,
-            last_sequence=info.last_sequence,
-        )
+    if job.read_to < info.last_sequence:
+        start, last = job.read_to + 1, info.last_sequence
+        reading = admin.read(DEAD_LETTERS, filter_subjects=subjects, start_sequence=start, last_sequence=last)
         async with aclosing(reading):
             async for message in reading:
-                found.read_to = message.sequence
-                found.count += dead_letter_records.retried(message) in handed_back
-        found.read_to = info.last_sequence
+                job.read_to = message.sequence
+                retried = (message.headers or {}).get(dead_letter_records.RETRIED, "")
+                job.failed_again += retried.partition(".")[0] in handed_back
+        job.read_to = info.last_sequence
     return ""
 
 
@@ -201,21 +195,12 @@ async def _act_on(
 ) -> None:
     try:
         await do(*dead_letters, note=job.note)
-        job.waits = ""
     except BackendError as error:
         if patient and isinstance(error, UnavailableError | OutcomeUnknownError):
             raise
         if len(job.failures) >= MAX_FAILURES:
             raise
         job.failures.append(f"{dead_letters[0].sequence} to {dead_letters[-1].sequence}: {describe(error)}")
-
-
-def _by_agent(portion: list[DeadLetter]) -> list[list[DeadLetter]]:
-    """Return dead letters apart by agent: one that cannot be handed back holds up those of no other agent."""
-    found: dict[tuple[str, str], list[DeadLetter]] = {}
-    for dead_letter in portion:
-        found.setdefault((dead_letter.app, dead_letter.agent), []).append(dead_letter)
-    return [*found.values()]
 
 
 async def _selected(stored: StoredDeadLetters, wanted: Selection) -> AsyncIterator[DeadLetter]:
@@ -235,8 +220,8 @@ def _selection(fields: Mapping[str, str]) -> Selection:
         stream=given.get("stream"),
         error=given.get("error"),
         line=given.get("line"),
-        since=_date(given, "since"),
-        until=_date(given, "until"),
+        since=parse_date(given["since"], name="since") if "since" in given else None,
+        until=parse_date(given["until"], name="until") if "until" in given else None,
     )
 
 
@@ -249,7 +234,3 @@ def _sequence(text: str) -> int:
 def whole_number(text: str) -> int | None:
     """Return the number that a text is; None where it is none that a sequence can be."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
-
-
-def _date(given: Mapping[str, str], name: str) -> datetime | None:
-    return parse_date(given[name], name=name) if name in given else None

@@ -13,20 +13,7 @@ from msgspec import Struct, field
 from aviso_workers.config.settings import Right
 from aviso_workers.ops.dead_letters import DeadLetter, is_window
 
-__all__ = ["FailedAgain", "Job"]
-
-
-class FailedAgain(Struct, kw_only=True):
-    """How many of what a job has handed back are dead letters again, as far as the dead letters were read."""
-
-    count: int = 0
-    read_to: int = 0
-    """The sequence up to which they were read."""
-    seen: tuple[int, int] = (0, 0)
-    """The last sequence of their stream and the number of its messages, when it was last looked at."""
-    created: datetime | None = None
-    """When the stream was created, as was seen first."""
-    looking: anyio.Lock = field(default_factory=anyio.Lock)
+__all__ = ["Job"]
 
 
 class Job(Struct, kw_only=True):
@@ -44,33 +31,40 @@ class Job(Struct, kw_only=True):
     """Those of the dead letters."""
     left: set[int]
     """The sequences of those that are not done."""
-    hands_back: bool
-    """Whether they are retried, and not erased."""
+    total: int
     rate: float | None
     """The most of them in a second; None: as many as there can be."""
     begun: datetime = field(default_factory=lambda: datetime.now(UTC))
     state: str = "runs"
     """`runs`, `done`, `stopped` or `failed`."""
     failures: list[str] = []
-    waits: str = ""
-    """Why nothing goes on at present, although it is tried again."""
+    moved_at: float = field(default_factory=anyio.current_time)
+    """When the last one was done, or it began, by the clock of the event loop."""
     agents: set[tuple[str, str]] = field(default_factory=set)
     """The apps and agents to which some were handed back."""
     windows: int = 0
     """As many of those that are done were windows, whose next dead letter does not name the one before."""
-    again: FailedAgain = field(default_factory=FailedAgain)
+    failed_again: int = 0
+    """How many of those that are handed back are dead letters again, as far as the dead letters were read."""
+    read_to: int = 0
+    """The sequence up to which they were read."""
+    seen: tuple[datetime | None, int, int] | None = None
+    """When their stream was created, its last sequence and the number of its messages, when it was last looked at."""
+    looking: anyio.Lock = field(default_factory=anyio.Lock)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     """Cancelled where the job is stopped."""
 
     def note(self, dead_letter: DeadLetter) -> None:
         """Note one that is done."""
         self.left.discard(dead_letter.sequence)
+        self.moved_at = anyio.current_time()
         self.agents.add((dead_letter.app, dead_letter.agent))
         self.windows += is_window(dead_letter)
 
     @property
-    def total(self) -> int:
-        return len(self.sequences)
+    def hands_back(self) -> bool:
+        """Whether the dead letters are retried, and not erased."""
+        return self.right == "retry"
 
     @property
     def done(self) -> int:

@@ -35,9 +35,6 @@ SKEW = timedelta(seconds=1)
 """The servers that store a notification and its outputs may have different clocks."""
 
 
-Output = tuple[str, tuple[str, str] | None, str]
-
-
 class Fate(Struct, frozen=True, kw_only=True):
     """What has become of the notification at one agent."""
 
@@ -71,11 +68,9 @@ class Trail(Struct, frozen=True, kw_only=True):
     """Why it cannot be read; empty where it can."""
     origin: PublishedBy
     fates: list[Fate]
-    outputs: list[Output]
+    outputs: list[tuple[str, tuple[str, str] | None, str]]
     """What agents published while they handled it: name such as `MARS@4712`, app and name of the agent, subject. The
-    agent is None of what has a message id of its author's own, and the trace of this one: another notification of the
-    trace may have led to it.
-    """
+    agent is None of what is found by its trace alone, in which another notification may have led to it."""
     unsure: list[str]
     """Why there may be more of these, in sentences."""
     denied: str
@@ -122,7 +117,7 @@ async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
 
 async def _outputs(
     admin: Admin, overview: Overview, message: StoredMessage, readers: Collection[tuple[str, str]]
-) -> tuple[list[Output], list[str]]:
+) -> tuple[list[tuple[str, tuple[str, str] | None, str]], list[str]]:
     """Return `outputs` and `unsure` of the trail: the streams are read that the code of the agents names."""
     denied, apps = Denials(), sorted({app for app, _ in readers})
     stored = {app: await asked(denied, app, asyncapi.stored(admin, app), None) for app in apps}
@@ -130,11 +125,8 @@ async def _outputs(
     sent = [each for app, agent in readers for each in asyncapi.operations(documents[app], "send", agent)]
     unknown = [] if denied.text() else [app for app, found in documents.items() if "operations" not in found]
     unsure = [f"What the agents of {app} publish is not recorded." for app in unknown]
-    outputs, cause, looked_at = (
-        list[Output](),
-        f"{message.stream}@{message.sequence}",
-        0,
-    )
+    cause, looked_at = f"{message.stream}@{message.sequence}", 0
+    outputs: list[tuple[str, tuple[str, str] | None, str]] = []
     trace_id = _origin(message.headers, overview).trace_id
     since = datetime.fromisoformat(message.time) - SKEW
     with anyio.move_on_after(SCAN_SECONDS) as scan:

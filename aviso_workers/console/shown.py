@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from markupsafe import Markup, escape
@@ -22,12 +23,9 @@ SLOWEST = 0.05
 
 
 def time(value: datetime | None) -> str:
-    if value is None:
-        return "–"
-    try:
-        return time_text(value.astimezone(UTC))
-    except OverflowError:  # in UTC, it is of a year that is none
-        return time_text(value)
+    with suppress(OverflowError):  # in UTC, it may be of a year that is none
+        value = value and value.astimezone(UTC)
+    return time_text(value) if value is not None else "–"
 
 
 def ago(value: datetime | None, now: datetime) -> str:

@@ -227,8 +227,9 @@ class _Views:
         return Response(answer, status, media_type="application/json" if answer else None)
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        page = _page_of(error)
-        return HTMLResponse(self._whole(request, page), page.status)
+        status, text = _said(error)
+        values = {"text": text, "begun": isinstance(error, BrokenOffError)}
+        return HTMLResponse(self._whole(request, Page("error.html", "Not shown", values, status=status)), status)
 
     def _question(self, request: Request, form: Mapping[str, str] | None = None) -> Question:
         return Question(
@@ -279,7 +280,7 @@ class _Views:
                 try:
                     now = self._part(request, await _in_time(make()))
                 except (AvisoWorkersError, HTTPException) as error:
-                    now = self._part(request, _page_of(error))
+                    now = self._part(request, Page("error.html", "Not shown", {"text": _said(error)[1]}))
 
         return _Live(events(), self._live, user)
 
@@ -336,11 +337,6 @@ def _address(path: str, query: dict[str, str], live: str, changed: dict[str, Any
     return f"{path}?{text}" if text else path
 
 
-def _page_of(error: Exception) -> Page:
-    status, text = _said(error)
-    return Page("error.html", "Not shown", {"text": text, "begun": isinstance(error, BrokenOffError)}, status=status)
-
-
 def _said(error: Exception) -> tuple[int, str]:
     """Return the status and the text that tell somebody of an error."""
     match error:
@@ -348,8 +344,6 @@ def _said(error: Exception) -> tuple[int, str]:
             return error.status_code, error.detail
         case NotFoundError():
             return 404, str(error)
-        case BrokenOffError():
-            return 503, str(error)
         case DeniedError():
             return 503, denials.text_of(error)
         case BackendError():

@@ -54,6 +54,7 @@ async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, t
     rows = []
     for timer in timers:
         pause, claim = pauses.get((app, timer.name)), claims.get(timer.name)
+        first = pause.until if pause else now
         failure = failures.get((app, "timers", timer.name))
         rows.append(
             TimerRow(
@@ -61,7 +62,7 @@ async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, t
                 schedule=timer.schedule.text,
                 leader=leader if timer.leader else "every worker",
                 last=claim.time if claim and claim.token else None,
-                next=tuple(islice(ticks_between(timer.schedule, pause.until if pause else now, LAST), ticks)),
+                next=tuple(islice(ticks_between(timer.schedule, first, LAST), ticks)) if first <= LAST else (),
                 paused=pause,
                 state=failing_text(failure) if failure and failure.until > now else "ok",
             )

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from aviso_workers.aviso import codec, payloads, topics
 from aviso_workers.aviso.codec import read_json
@@ -54,45 +53,6 @@ VALUES = ("default", "examples", "const", "enum")
 BY_NAME = {"properties": "properties", "patternProperties": "patternProperties", "$defs": "definitions"}
 """Keywords of JSON Schema with schemas by name, and their names in draft 7."""
 Document = dict[str, Any]
-
-
-class _Ref(Struct):
-    ref: str = msgspec.field(name="$ref")
-
-    @property
-    def name(self) -> str:
-        return self.ref.rpartition("/")[2]
-
-
-class _Operation(Struct):
-    action: str
-    title: str
-    channel: _Ref
-    messages: list[_Ref]
-
-
-class _Channel(Struct):
-    title: str
-
-
-class _Components(Struct):
-    messages: dict[str, Document]
-    schemas: Document
-
-
-class _WhatIsRead(Struct):
-    """What is read of a document that somebody else may have written."""
-
-    channels: dict[str, _Channel]
-    operations: dict[str, _Operation]
-    components: _Components
-
-    def __post_init__(self) -> None:
-        for each in self.operations.values():
-            if each.channel.name not in self.channels:
-                raise ValueError(f"no channel {each.channel.name}")
-            if missing := {message.name for message in each.messages} - self.components.messages.keys():
-                raise ValueError(f"no message {min(missing)}")
 
 
 def document(config: Config, app: Router[Any], *, version: str) -> Document:
@@ -155,10 +115,22 @@ async def stored(backend: Backend, app: str) -> Document | None:
         found = read_json(entry.value, Document)
         if why := found.get(LEFT_OUT):
             return {LEFT_OUT: str(why)}
-        read_json(entry.value, _WhatIsRead)
-    except UndecodableError as error:
-        return {LEFT_OUT: f"what is recorded cannot be read by this version: {error!s:.300}"}
+        _look_at_all(found)
+    except (UndecodableError, LookupError, TypeError, AttributeError) as error:
+        return {LEFT_OUT: f"what is recorded cannot be read by this version: {describe(error):.300}"}
     return found
+
+
+def _look_at_all(found: Document) -> None:
+    """Raise an error of Python where a document that somebody else may have written lacks what is read of it."""
+    components, channels = found["components"], found["channels"]
+    components["schemas"].items()
+    for channel in channels.values():
+        channel["title"].split()
+    for each in found["operations"].values():
+        channels[each["channel"]["$ref"].rpartition("/")[2]], each["action"], each["title"]
+        for message in each["messages"]:
+            components["messages"][message["$ref"].rpartition("/")[2]].items()
 
 
 def operations(found: Mapping[str, Any], action: str, agent: str) -> list[Document]:

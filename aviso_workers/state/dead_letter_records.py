@@ -29,7 +29,6 @@ __all__ = [
     "RETRIED",
     "SUBJECT",
     "DeadLetter",
-    "retried",
     "retries_spec",
     "retry_of",
     "retry_subject",
@@ -140,14 +139,6 @@ def retry_of(dead_letter: DeadLetter) -> tuple[Message, str]:
     return Message(
         subject=retry_subject(dead_letter.app, dead_letter.agent), data=dead_letter.stored.data, headers=headers
     ), message_id
-
-
-def retried(message: Message) -> int | None:
-    """Return which dead letter a message is of that was tried again; None where its headers name none."""
-    try:
-        return read_number((message.headers or {}).get(RETRIED, "").partition(".")[0])
-    except UndecodableError:
-        return None
 
 
 def unwrap(retry: Message) -> tuple[Message, str]:

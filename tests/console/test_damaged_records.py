@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from aviso_workers import App
-from aviso_workers.state import consumer_records, declarations
+from aviso_workers.ops import timer_report
+from aviso_workers.state import consumer_records, declarations, timer_requests
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, publish, shown, text_of
 from tests.contract.settings import mars
@@ -29,7 +30,7 @@ WHOLE = {"channels": {"mars": {"title": "mars"}}, "operations": {}, "components"
         b"{}",
         {**WHOLE, "operations": None},
         {**WHOLE, "channels": {"mars": {}}},
-        {**WHOLE, "components": {"messages": {"of-index": 7}, "schemas": {}}},
+        {**WHOLE, "components": {"messages": {}, "schemas": None}},
         {**WHOLE, "operations": {"index": {**OPERATION, "messages": [{}]}}},
         {**WHOLE, "operations": {"index": {**OPERATION, "messages": [{"$ref": "nowhere"}]}}},
         {**WHOLE, "operations": {"index": {**OPERATION, "channel": {"$ref": "nowhere"}}}},
@@ -88,3 +89,14 @@ async def test_a_time_without_a_zone_makes_a_record_unreadable(console: Served, 
         await bucket.put("newer/declared", json.dumps({**declared, "x-new": 1}).encode())
         page = await shown(client, "/apps", "newer")
     assert "naive" not in page
+
+
+async def test_a_pause_until_the_end_of_time_has_no_next_ticks(console: Served, app: App, running: Harness) -> None:
+    pause = {"since": "0001-01-01T00:00:00+14:00", "until": "9999-12-31T23:59:59-12:00", "by": "x"}
+    bucket = await consumer_records.bucket(console.admin)
+    await bucket.put(timer_requests.pause_key("field-index", "report"), json.dumps(pause).encode())
+    (row,) = await timer_report.of_app(console.admin, "field-index", app.timers, ticks=2)
+    assert row.next == ()
+    assert row.paused is not None
+    async with console.client() as client:
+        await shown(client, "/timers", "field-index/report", "paused until 9999-12-31T23:59:59-12:00")
