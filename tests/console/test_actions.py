@@ -15,7 +15,7 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.aviso.codec import Message
-from aviso_workers.console import audit, dead_letters
+from aviso_workers.console import audit, dead_letters, jobs
 from aviso_workers.errors import OutcomeUnknownError, UnavailableError
 from aviso_workers.state import consumer_records, timer_requests
 from aviso_workers.state.own_streams import AUDIT, DEAD_LETTERS, RETRIES
@@ -342,6 +342,17 @@ async def test_a_job_goes_on_where_another_server_has_taken_over(
         await shown(client, "/jobs/1", "result 3 of 3 handed back of these, by now 3 are dead letters again")
         assert not failures
         await shown(client, "/dead-letters", "3 of 3 dead letters.")  # each was handed back once
+
+
+async def test_of_windows_a_job_says_that_it_is_not_known_what_failed_again(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "is_window", lambda _: True)
+    await publish(app, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await confirmed(client, "retry-dead-letters", agent="fails")
+        await shown(client, "/jobs/1", "1 of 1 handed back", "of 1 windows it is not known")
 
 
 async def test_a_job_gives_up_where_no_server_takes_over(
