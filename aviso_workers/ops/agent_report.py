@@ -245,7 +245,12 @@ class _Snapshot(Struct, kw_only=True):
         async with task_group() as looks:
             for stream in {*streams} - self.away:
                 looks.start_soon(self._look_at, stream, silent)
-            looks.start_soon(self._look_at_own)
+            if RETRIES not in self.away:
+                self.retries = await asked(self.denied, "retries", agent_inventory.agents(self.admin, RETRIES), {})
+            self.dead_letters = {}
+            if DEAD_LETTERS not in self.away:
+                count = agent_inventory.dead_letters(self.admin)
+                self.dead_letters = await asked(self.denied, "dead letters", count, None)
         if silent:
             with noted(self.denied, "streams"):
                 await self.admin.stream_names()  # raises where it is not these streams alone that are away
@@ -271,18 +276,6 @@ class _Snapshot(Struct, kw_only=True):
     async def _list_consumers(self, stream: str) -> None:
         for (app, agent), events in (await agent_inventory.agents(self.admin, stream)).items():
             self.consumers[app, agent, stream] = events
-
-    async def _look_at_own(self) -> None:
-        async with task_group() as both:
-            if RETRIES not in self.away:
-                both.start_soon(self._look_at_retries)
-            self.dead_letters = {}
-            if DEAD_LETTERS not in self.away:
-                count = agent_inventory.dead_letters(self.admin)
-                self.dead_letters = await asked(self.denied, "dead letters", count, None)
-
-    async def _look_at_retries(self) -> None:
-        self.retries = await asked(self.denied, "retries", agent_inventory.agents(self.admin, RETRIES), {})
 
     def _denied(self, *parts: str) -> str:
         return self.denied.text(*parts) if self.denied is not None else ""

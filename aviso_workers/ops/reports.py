@@ -24,6 +24,7 @@ from aviso_workers.ops.denials import Denials
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.inventory import Listing
+from aviso_workers.task_groups import task_group
 
 __all__ = [
     "ConsumerRow",
@@ -35,6 +36,8 @@ __all__ = [
     "streams",
     "take",
 ]
+AT_ONCE = 32
+"""The most streams whose consumers are listed side by side."""
 
 
 class ServerSnapshot(Struct, frozen=True, kw_only=True):
@@ -133,22 +136,29 @@ async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
     denied, listed = Denials(), Listing[StreamInfo](found=[], unavailable=[])
     if not stream:
         listed = await inventory.streams(admin, denied=denied)
-    streams, away = {each.name: each for each in listed.found}, listed.unavailable
+    streams, away = {each.name: each for each in listed.found}, [*listed.unavailable]
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
-    for name in [stream] if stream else [name for name, found in streams.items() if found.consumers]:
-        try:
-            found = await inventory.consumers(admin, name, denied=denied)
-        except NotFoundError:
-            if stream:
-                raise
-            streams.pop(name)  # it was deleted meanwhile
-            continue
-        consumers |= {(name, each.name): each for each in found.found}
-        away = [*away, *(f"{name} > {consumer}" for consumer in found.unavailable)]
+    limiter = anyio.CapacityLimiter(AT_ONCE)
+
+    async def list_consumers(name: str) -> None:
+        async with limiter:
+            try:
+                found = await inventory.consumers(admin, name, denied=denied)
+            except NotFoundError:
+                if stream:
+                    raise
+                streams.pop(name)  # it was deleted meanwhile
+            else:
+                consumers.update({(name, each.name): each for each in found.found})
+                away.extend(f"{name} > {consumer}" for consumer in found.unavailable)
+
+    async with task_group() as tasks:  # a server waits for those that do not answer
+        for name in [stream] if stream else [name for name, found in streams.items() if found.consumers]:
+            tasks.start_soon(list_consumers, name)
     return ServerSnapshot(
         at=anyio.current_time(),
         streams=streams,
-        unavailable=away,
+        unavailable=sorted(away),
         consumers=consumers,
         recorded=await agent_inventory.recorded(admin, denied=denied),
         denied=denied,

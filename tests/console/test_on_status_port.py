@@ -8,14 +8,18 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
 from aviso_workers import App
-from aviso_workers.config import settings
+from aviso_workers.backends import open_backend
+from aviso_workers.config import Config, settings
+from aviso_workers.console import serve as serving
 from aviso_workers.errors import ConfigError
 from aviso_workers.server import NatsServer
 from aviso_workers.worker import fleet
@@ -163,6 +167,24 @@ def test_a_console_that_hangs_keeps_no_probe_from_its_answer(served: Served, cli
         os.kill(console, signal.SIGCONT)
     assert asking[0].recv(12) == b"HTTP/1.1 200"
     assert served.command.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.anyio
+async def test_a_console_tells_its_fleet_again_and_again_that_its_event_loop_turns(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "TURN_SECONDS", 0.01)
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    told = b""
+    with ours, theirs, anyio.fail_after(PATIENCE_SECONDS):
+        async with open_backend(config) as admin, anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serving.serve, admin, config, on_listening=lambda url: None, line=theirs))
+            while len(told) < 3:
+                await anyio.wait_readable(ours)
+                told += ours.recv(1)
+            tasks.cancel_scope.cancel()
+    assert told == b"\n\n\n"
 
 
 @pytest.mark.slow

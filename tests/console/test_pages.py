@@ -497,10 +497,15 @@ async def test_an_agent_whose_stream_no_server_answers_for_is_unknown(
     console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a cluster of three, where the only server that has the stream is down."""
-    all_streams, consumers = console.admin.streams, console.admin.consumers
+    all_streams, info, consumers = console.admin.streams, console.admin.stream_info, console.admin.consumers
 
     async def others() -> list[StreamInfo]:
         return [each for each in await all_streams() if each.name != "MARS"]
+
+    async def info_of_others(stream: str, **options: Any) -> StreamInfo:
+        if stream == "MARS":
+            raise UnavailableError("STREAM.INFO.MARS: no answer in time")
+        return await info(stream, **options)
 
     async def unanswered(stream: str) -> list[ConsumerInfo]:
         if stream == "MARS":
@@ -510,6 +515,7 @@ async def test_an_agent_whose_stream_no_server_answers_for_is_unknown(
     async with console.client() as client:
         await shown(client, "/agents", "3 of 3 agents.")
         monkeypatch.setattr(console.admin, "streams", others)
+        monkeypatch.setattr(console.admin, "stream_info", info_of_others)
         monkeypatch.setattr(console.admin, "consumers", unanswered)
         page = await shown(client, "/", "3 agents need you, 1 stream or consumer is away", "unknown no server answers")
         assert "does not answer" not in page

@@ -85,11 +85,13 @@ async def asked(config: Config) -> AsyncIterator[Asked]:
 
 
 async def until_led(admin: Admin) -> None:
-    """Wait until one of the servers that are left leads each other stream."""
+    """Wait until one of the servers that are left leads each other stream, and each consumer of one."""
     while True:
         with suppress(UnavailableError):
             for stream in {*await admin.stream_names()} - {*LOST}:
                 await admin.stream_info(stream, timeout_seconds=1.0)
+                for consumer in await admin.consumer_names(stream):
+                    await admin.consumer_info(stream, consumer, timeout_seconds=1.0)
             return
 
 
