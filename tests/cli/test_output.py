@@ -114,7 +114,7 @@ def test_the_tables_of_the_commands_are_those_that_were_read_and_kept() -> None:
         ),
         (
             StreamRow,
-            "stream messages bytes used deleted rate last consumers replicas current leader sealed trouble",
+            "stream messages bytes used deleted rate last time consumers replicas current leader sealed trouble",
         ),
         (ServerRow, "server bytes may_store free trouble"),
         (Link, "stream origin relation api whole lag active_seconds trouble other_history equal"),
