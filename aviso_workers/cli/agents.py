@@ -17,16 +17,7 @@ from aviso_workers.app import App
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.cli import completion
 from aviso_workers.cli.options import argument, flag, option
-from aviso_workers.cli.output import (
-    AsJson,
-    echo,
-    end_where_unavailable,
-    print_json,
-    print_record,
-    print_rows,
-    printable,
-    terminal,
-)
+from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, terminal
 from aviso_workers.cli.report import Seconds
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import (
@@ -95,8 +86,9 @@ def list_agents(
         return
     rows = connected(source, lambda server: _compared(server, asked, seconds), declared=True)
     print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json)
-    end_where_unavailable((), asked.denied.text())
-    if any(row.trouble for row in rows):
+    if denied := asked.denied.text():
+        echo(denied, err=True)
+    if denied or any(row.trouble for row in rows):
         raise typer.Exit(1)
 
 

@@ -174,8 +174,9 @@ async def agent(question: Question) -> Page:
     overview = await question.overview()
     app, name = question.path["app"], question.path["agent"]
     views = [view for view in overview.agents if (view.progress.app, view.progress.agent) == (app, name)]
+    if not views and (said := overview.snapshot.denied.text()):
+        return Page("error.html", f"{app}/{name}", {"text": said})
     if not views:
-        overview.snapshot.denied.require()
         raise NotFoundError(f"no agent {name} of app {app} reads one of the known streams")
     declared = overview.snapshot.recorded.apps.get(app)
     newest = await asked(denied := Denials(), "actions", question.actions.audit.newest(SHOWN_ACTIONS), [])
@@ -309,7 +310,9 @@ async def streams(question: Question) -> Page:
         "streams": shown,
         "denied": overview.snapshot.denied.text("streams", "consumers"),
         "left_out": len(overview.streams) - len(shown),
-        "differing": stream_policy.differences(overview.config, overview.snapshot.streams) if shown else {},
+        "differing": stream_policy.differences(overview.config, overview.snapshot.streams)
+        if overview.streams or not overview.snapshot.denied.subjects("streams")
+        else {},
         "unavailable": overview.snapshot.unavailable,
         "stale": stale_text(overview, question.watcher),
     }
@@ -339,7 +342,8 @@ async def app(question: Question) -> Page:
     overview = await question.overview()
     name, admin, schema = question.path["app"], question.actions.admin, overview.config.notification_schema
     if (declared := overview.snapshot.recorded.apps.get(name)) is None:
-        overview.snapshot.denied.require("records")
+        if said := overview.snapshot.denied.text("records"):
+            return Page("error.html", f"App {name}", {"text": said})
         raise NotFoundError(f"no worker has recorded what an app {name} declares")
     found = await asked(denied := Denials(), "document", asyncapi.stored(admin, name), None)
     if found and asyncapi.LEFT_OUT not in found and question.asked("as") == "asyncapi":

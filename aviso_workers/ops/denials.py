@@ -21,21 +21,15 @@ class Denials:
     """What was denied while a report was made, by the part of the report and the subject."""
 
     def __init__(self) -> None:
-        self.errors: dict[tuple[str, str], DeniedError] = {}
+        self.found: set[tuple[str, str]] = set()
 
     def subjects(self, *parts: str) -> list[str]:
         """Return the subjects that were denied of these parts; without any, of all."""
-        return sorted({subject for part, subject in self.errors if not parts or part in parts})
+        return sorted({subject for part, subject in self.found if not parts or part in parts})
 
     def text(self, *parts: str) -> str:
         """Return in a sentence without its full stop what was denied of these parts, and the cure; else nothing."""
         return _sentence(subjects) if (subjects := self.subjects(*parts)) else ""
-
-    def require(self, *parts: str) -> None:
-        """Raise the first `DeniedError` of these parts, if there is one."""
-        for (part, _), error in self.errors.items():
-            if not parts or part in parts:
-                raise error
 
 
 def text_of(error: DeniedError) -> str:
@@ -62,7 +56,7 @@ def noted(denied: Denials | None, part: str) -> Iterator[None]:
     except DeniedError as error:
         if denied is None or NO_ANSWERS in str(error):
             raise
-        denied.errors[part, _subject(error)] = error
+        denied.found.add((part, _subject(error)))
 
 
 async def asked(denied: Denials | None, part: str, request: Awaitable[T], otherwise: T) -> T:

@@ -18,7 +18,7 @@ from aviso_workers.backends import Admin, Management
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, error_codes, info
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops.denials import Denials, noted
+from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.task_groups import task_group
 
 __all__ = [
@@ -207,11 +207,11 @@ async def _listed(
         except UnavailableError:
             unavailable.append(name)
 
+    named = await asked(denied, part, names(), [])
     with noted(denied, part):
         found |= {each.name: each for each in await infos()}
-        named = {*await names()}
         async with task_group() as tasks:
-            for name in named - found.keys():
+            for name in {*named} - found.keys():
                 tasks.start_soon(ask_for, name)
     return Listing(found=[found[name] for name in sorted(found)], unavailable=sorted(unavailable))
 
