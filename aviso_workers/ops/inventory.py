@@ -207,7 +207,7 @@ async def _listed(
         except UnavailableError:
             unavailable.append(name)
 
-    named = await asked(denied, part, names(), [])
+    named: list[str] = await asked(denied, part, names(), [])
     with noted(denied, part):
         found |= {each.name: each for each in await infos()}
         async with task_group() as tasks:
