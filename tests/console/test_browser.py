@@ -148,7 +148,7 @@ async def test_it_is_of_use_without_scripts_and_with_a_keyboard(
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("heading", name="Job 1")).to_be_visible()
         async with console.client() as client:
-            await shown(client, "/jobs/1", "Retry dead letters: done.", "1 of 1")
+            await shown(client, "/jobs/1", "Retry dead letters: handed back.", "1 of 1")
 
 
 async def test_html_of_a_notification_is_text(browser: Browser, console: Served, app: App, running: Harness) -> None:

@@ -27,7 +27,7 @@ FILLED = {
     "agents/tour/draw_map": "the projection does not converge",
     "agents/tour/copy_to_archive": "the archive takes no wave ensembles from us",
     "dead-letters": "the field has no values",
-    "jobs/1": "Retry dead letters: done.",
+    "jobs/1": "Retry dead letters: handed back.",
     "notification?name=mars@1": "main-job/index_field",
     "timers": "shown by the demo",
     "streams": "REGION",
