@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,9 @@ def test_a_console_that_hangs_keeps_no_probe_from_its_answer(served: Served, cli
         assert served.get("/livez") == (200, "ok\n")
         assert b"the console takes no connection: " in asking[-1].recv(4096), "those who wait are not without number"
     finally:
-        os.kill(console, signal.SIGCONT)
-    assert asking[0].recv(12) == b"HTTP/1.1 200"
+        with suppress(ProcessLookupError):  # after 10 s it is killed, and there is another one
+            os.kill(console, signal.SIGCONT)
+    served.shows("/agents", "field-index")
     assert served.command.end(signal.SIGTERM) == 0
 
 
