@@ -105,6 +105,13 @@ class AgentView(Struct, frozen=True, kw_only=True):
         return min(sum(said), self.progress.ack_pending) if self.workers else self.progress.ack_pending
 
     @property
+    def retrying(self) -> int:
+        """How many wait to be tried again: the server knows those that it has delivered again, and workers record the
+        next ones.
+        """
+        return max(self.progress.redelivered, len(self.progress.retrying))
+
+    @property
     def catches_up_seconds(self) -> float | None:
         """After how long the lag is gone at the present rate; None where it does not shrink."""
         lag = self.progress.lag

@@ -196,6 +196,20 @@ async def test_an_agent_that_has_finished_what_failed_is_nobodys_alarm(
         await shown(client, "/", "Nothing needs you.")
 
 
+async def test_what_has_failed_once_and_waits_is_among_what_is_tried_again(
+    console: Served, nats_server: NatsServer
+) -> None:
+    app = App("stumbling", config=console.config)
+
+    @app.agent("mars", retry=Backoff(first=3600), breaker=None)
+    async def stumbles(notification: Notification[Any]) -> None:
+        raise ValueError("at first")
+
+    async with harness(app, server=nats_server.url), console.client() as client:
+        await publish(app, 1, 2, 3)
+        await shown(client, "/agents", "1 of 1 agents.", "retrying since", " 3 0 anna,")
+
+
 async def test_a_paused_agent_is_nobodys_alarm(console: Served, app: App, running: Harness) -> None:
     target = agent_control.declared(app, console.config, "index")
     await agent_control.pause(console.admin, target, seconds=3600)
