@@ -16,7 +16,7 @@ BUDGETS = {
     "lines of aviso": 2_787,
     "lines of aviso_workers": 4_454,
     "lines of backends": 6_788,
-    "lines of cli": 6_317,
+    "lines of cli": 6_318,
     "lines of config": 2_894,
     "lines of console": 3_305,
     "lines of declare": 4_232,

@@ -85,8 +85,9 @@ def list_agents(
         connected(source, lambda server: _watch(server, asked, seconds), declared=True)
         return
     rows = connected(source, lambda server: _compared(server, asked, seconds), declared=True)
-    print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json)
-    if denied := asked.denied.text():
+    denied = asked.denied.text()
+    print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json, partly=bool(denied))
+    if denied:
         echo(denied, err=True)
     if denied or any(row.trouble for row in rows):
         raise typer.Exit(1)

@@ -53,8 +53,10 @@ async def list_consumers(
     take = partial(reports.take, stream=stream or "")
     now, before = await snapshots(server, seconds, take)
     rows = reports.consumers(now, before)
-    print_rows(CONSUMERS, map(_consumer_row, rows), rows, none="no consumers", as_json=as_json)
-    end_where_unavailable(now.unavailable, now.denied.text())
+    denied = now.denied.text()
+    partly = bool(now.unavailable or denied)
+    print_rows(CONSUMERS, map(_consumer_row, rows), rows, none="no consumers", as_json=as_json, partly=partly)
+    end_where_unavailable(now.unavailable, denied)
     if any(row.stuck for row in rows):
         raise typer.Exit(1)
 

@@ -41,16 +41,23 @@ MAX_SKIPPED = 10
 
 
 def print_rows(
-    columns: Sequence[str], rows: Iterable[Iterable[str]], documents: Iterable[Any], *, none: str, as_json: bool
+    columns: Sequence[str],
+    rows: Iterable[Iterable[str]],
+    documents: Iterable[Any],
+    *,
+    none: str,
+    as_json: bool,
+    partly: bool = False,
 ) -> None:
     """Print a table for people, or the documents of its rows for programs, one on each line, with what a row's class
-    makes of its fields. `none` is what people read instead of a table without rows, such as `no streams`.
+    makes of its fields. `none` is what people read instead of a table without rows, such as `no streams`, and `partly`
+    whether there may be others that are not known.
     """
     if as_json:
         for document in documents:
             print_json(msgspec.to_builtins(document) | _properties(document))
     else:
-        print_table(columns, rows, none=none)
+        print_table(columns, rows, none=f"{none} that can be shown" if partly else none)
 
 
 def _properties(document: Any) -> dict[str, Any]:

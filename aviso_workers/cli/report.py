@@ -84,10 +84,12 @@ async def streams(
     """
     now, before = await snapshots(server, seconds)
     rows = reports.streams(now, before)
-    print_rows(STREAMS, map(_stream_row, rows), rows, none="no streams", as_json=as_json)
+    denied = now.denied.text()
+    partly = bool(now.unavailable or denied)
+    print_rows(STREAMS, map(_stream_row, rows), rows, none="no streams", as_json=as_json, partly=partly)
     if servers := await reports.servers(server.admin, server.config, monitor or ()):
         print_rows(SERVERS, map(_server_row, servers), servers, none="no servers", as_json=as_json)
-    end_where_unavailable(now.unavailable, now.denied.text())
+    end_where_unavailable(now.unavailable, denied)
     if any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
 

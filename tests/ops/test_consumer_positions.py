@@ -28,6 +28,9 @@ class Cluster:
     async def consumers(self, stream: str) -> list[ConsumerInfo]:
         return []
 
+    async def consumer_info(self, stream: str, consumer: str, *, timeout_seconds: float) -> ConsumerInfo:
+        raise UnavailableError(f"{stream}: {consumer}: no answer within {timeout_seconds:g} s")
+
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> StreamPlace:
