@@ -358,13 +358,17 @@ class Fleet:
         )
 
     async def _listen(self, place: _Slot, line: socket.socket) -> None:
-        """Hear what the process tells. A console that has begun to tell that it turns, and tells no more, is killed."""
-        heard = True
-        while heard:
-            with anyio.move_on_after(STUCK_SECONDS if place is self.console and place.said else math.inf) as silence:
+        """Hear what the process tells. A console that has begun to tell that it turns, and tells no more, is killed when
+        that is so for the second time in turn: after the first, it may be this machine that has stood still.
+        """
+        heard, silences = True, 0
+        while heard and silences < 2:
+            half = STUCK_SECONDS / 2 if place is self.console and place.said else math.inf
+            with anyio.move_on_after(half) as silence:
                 await anyio.wait_readable(line)
-            heard = place.hear(line)
-        if silence.cancelled_caught:
+            silences = silences + 1 if silence.cancelled_caught else 0
+            heard = silences > 0 or place.hear(line)
+        if silences:
             log.error("process.hung", process=place.name, seconds=STUCK_SECONDS)
             place.kill()
 

@@ -22,6 +22,7 @@ from aviso_workers.config import Config, settings
 from aviso_workers.console import serve as serving
 from aviso_workers.errors import ConfigError
 from aviso_workers.server import NatsServer
+from aviso_workers.telemetry.status import STUCK_SECONDS
 from aviso_workers.worker import fleet
 from aviso_workers.worker.fleet import FleetPlan
 from tests.commands import Command
@@ -193,6 +194,22 @@ async def test_a_console_tells_its_fleet_again_and_again_that_its_event_loop_tur
                 told += ours.recv(1)
             tasks.cancel_scope.cancel()
     assert told == b"\n\n\n"
+
+
+@pytest.mark.slow
+def test_a_console_is_not_killed_after_its_machine_stood_still(served: Served) -> None:
+    console = served.console()
+    served.shows("/agents", "field-index")
+    both = (served.command.process.pid, console)
+    for process in both:
+        os.kill(process, signal.SIGSTOP)
+    time.sleep(STUCK_SECONDS + 1)  # nobody could tell that this time has passed
+    for process in both:
+        os.kill(process, signal.SIGCONT)
+        time.sleep(0.5)  # the fleet goes on before the console does
+    served.shows("/agents", "field-index")
+    assert served.command.end(signal.SIGTERM) == 0
+    assert "process.hung" not in [entry["event"] for entry in served.command.log]
 
 
 @pytest.mark.slow
