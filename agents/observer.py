@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from aviso_workers import App, Router
 from aviso_workers.errors import BackendError
-from aviso_workers.ops import agent_inventory, stuck
+from aviso_workers.ops import agent_inventory, parked, stuck
 from aviso_workers.ops.agent_inventory import ConsumerInfo, ConsumerRecord, Recorded
 from aviso_workers.state.own_streams import DEAD_LETTERS
 
@@ -124,11 +124,12 @@ class _Rounds:
 
     def _seen(self, stream: str, consumer: ConsumerInfo, before: Seen | None) -> Seen:
         key = (stream, consumer.name)
-        record, parked = (
+        record, noted = (
             (known.consumers.get(key), known.parked.get(key, ())) if (known := self._recorded) else (None, ())
         )
-        why = stuck.why_stuck(consumer, before.consumer if before else None, record, parked)
-        return Seen(consumer, why, len(parked))
+        waiting = parked.unsettled(noted, consumer)
+        why = stuck.why_stuck(consumer, before.consumer if before else None, record, waiting)
+        return Seen(consumer, why, len(waiting))
 
     async def _ask_for_records(self) -> None:
         self._recorded = await agent_inventory.recorded(self._app.session.admin)

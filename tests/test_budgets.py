@@ -12,7 +12,7 @@ import _figures
 BUDGETS = {
     "lines": 75_321,
     "lines of the core": 41_313,
-    "lines of agents": 836,
+    "lines of agents": 837,
     "lines of aviso": 2_787,
     "lines of aviso_workers": 4_454,
     "lines of backends": 6_788,
@@ -28,7 +28,7 @@ BUDGETS = {
     "lines of spark": 6_338,
     "lines of state": 3_018,
     "lines of telemetry": 2_299,
-    "lines of worker": 1_068,
+    "lines of worker": 1_072,
     "modules that a plain worker loads": 164,
     "lines that a plain worker loads": 33_868,
     "modules of the reading list": 33,

@@ -284,6 +284,7 @@ class _Snapshot(Struct, kw_only=True):
         events, retries = self.consumers.get((app, agent, stream)), self.retries.get((app, agent))
         of_retries = ("retries",) if events else (f"agents of {stream}",)
         of_parked = ("parked", f"parked of {app}") if any(each and each.lag for each in (events, retries)) else ()
+        name = agents.durable_name(app, agent)
         denied, behind = self._denied("records", *of_retries, *of_parked), self.behind.get((app, agent, stream))
         return AgentProgress(
             app=app,
@@ -291,19 +292,19 @@ class _Snapshot(Struct, kw_only=True):
             stream=stream,
             events=events,
             retries=retries,
-            record=self.recorded.consumers.get((stream, agents.durable_name(app, agent))),
+            record=self.recorded.consumers.get((stream, name)),
             behind=behind,
             dead_letters=None if self.dead_letters is None else self.dead_letters.get((app, agent), 0),
             denied=denied,
-            functions=self.recorded.functions.get((stream, agents.durable_name(app, agent)), ()),
+            functions=self.recorded.functions.get((stream, name), ()),
             failure=self.recorded.failures.get((app, "agents", agent)),
             outage=self.recorded.outages.get((app, agent)),
             unanswered=not events and behind is None and (bool(denied) or (app, agent, stream) in self.unanswered),
             recorded_at=self.recorded.time,
             parked=tuple(
                 each
-                for of in (stream, RETRIES)
-                for each in self.recorded.parked.get((of, agents.durable_name(app, agent)), ())
+                for of, consumer in ((stream, events), (RETRIES, retries))
+                for each in parked.unsettled(self.recorded.parked.get((of, name), ()), consumer)
             ),
         )
 

@@ -7,13 +7,13 @@ A worker looks at each of its parked notifications once in a minute (`engine.red
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import aclosing, suppress
 
 import msgspec
 from msgspec import Struct, structs
 
-from aviso_workers.backends import Admin
+from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.key_value import KeyValue
@@ -21,7 +21,7 @@ from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.state import consumer_records, failure_counts
 from aviso_workers.state.failure_counts import ParkedRecord
 
-__all__ = ["Parked", "commands_text", "everywhere", "of_agent", "retry", "skip", "waiting_text"]
+__all__ = ["Parked", "commands_text", "everywhere", "of_agent", "retry", "skip", "unsettled", "waiting_text"]
 
 
 class Parked(Struct, frozen=True, kw_only=True):
@@ -80,6 +80,13 @@ async def _has_parked(admin: Admin, app: str) -> bool:
         return bool(await admin.subject_counts(stream, subject=failure_counts.PARKED_SUBJECT))
     except (NotFoundError, UnavailableError):  # deleted meanwhile, or where no server answers for it
         return False
+
+
+def unsettled(found: Iterable[Parked], consumer: ConsumerInfo | None) -> tuple[Parked, ...]:
+    """Return those that their consumer has not settled. One that has left its stream, as by a purge or because a newer
+    one has its subject, is settled by the server and keeps its record.
+    """
+    return tuple(each for each in found if consumer is None or each.sequence > consumer.ack_floor)
 
 
 def waiting_text(found: Sequence[Parked]) -> str:

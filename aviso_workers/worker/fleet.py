@@ -358,8 +358,8 @@ class Fleet:
         )
 
     async def _listen(self, place: _Slot, line: socket.socket) -> None:
-        """Hear what the process tells. A console that has begun to tell that it turns is killed where it is silent for the
-        second time in turn: after the first, it may be this machine that has stood still.
+        """Hear what the process tells. A console that has begun to tell that it turns is killed if it is silent twice
+        in turn: after the first time, it may be this machine that has stood still.
         """
         heard, silences = True, 0
         while heard and silences < 2:

@@ -121,6 +121,27 @@ async def test_it_waits_and_is_tried_again_with_all_attempts(app: App, url: str 
         assert await parked.of_agent(t.app.session.admin, "contract", "index") == []
 
 
+async def test_one_that_has_left_its_stream_waits_for_nobody(app: App, url: str | None, handled: Handled) -> None:
+    @app.agent("mars", retry=PARKING)
+    async def index(notification: Notification[Any]) -> None:
+        handled.handle(notification)
+
+    async def parked_now() -> int:
+        [now] = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
+        return len(now.parked)
+
+    async with harness(app, server=url) as t:
+        await app.notify("mars", mars(step=3), {})
+        await waiting(t)
+        assert await parked_now() == 1
+        handled.broken.clear()
+        await app.notify("mars", mars(step=3), {})  # it replaces the one before, as Aviso's streams do
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while await parked_now():
+                await t.advance(0.2)
+        assert handled.done == [3]
+
+
 @pytest.mark.parametrize("order_by", [[], ["class"]])
 async def test_one_that_fails_again_is_parked_again(
     app: App, url: str | None, handled: Handled, order_by: list[str]

@@ -413,8 +413,9 @@ def waiting_for_a_person(facts: Facts) -> Iterator[Finding]:
     """The check warns of each agent with [parked](../agents/retries.md#park-what-cannot-be-handled) notifications, from
     the first minute on. `agents ls` says so too, and the observer counts them (`aviso_observer_parked`).
     """
-    for (stream, consumer), found in facts.parked.items():
-        if not facts.lacks(stream, consumer):
+    for (stream, consumer), noted in facts.parked.items():
+        found = parked.unsettled(noted, facts.consumers.get((stream, consumer)))
+        if found and not facts.lacks(stream, consumer):
             yield Finding(
                 stream=stream, consumer=consumer, found=f"{parked.waiting_text(found)}; {parked.commands_text(found)}"
             )
