@@ -287,11 +287,11 @@ def retrying(
     """
     name, config = named_app(app, config)
     assert name is not None
-    app = name
+    app, denied = name, Denials()
 
     async def read(server: OpenedServer) -> tuple[list[AgentProgress], list[Parked]]:
-        everyones = await agent_report.of_deployment(server.admin, server.config)
-        return everyones, await parked.of_agent(server.admin, app, agent)
+        everyones = await agent_report.of_deployment(server.admin, server.config, denied=denied)
+        return everyones, await asked(denied, "parked", parked.of_agent(server.admin, app, agent), [])
 
     everyones, stopped = connected(config, read, declared=True)
     found = [each for each in _of_app(everyones, app) if each.agent == agent]
@@ -303,6 +303,9 @@ def retrying(
     if not as_json:
         for progress in found:
             echo(f"{progress.stream}: {progress.state_since(None)}")
+    if said := denied.text():
+        echo(said, err=True)
+        raise typer.Exit(1)
 
 
 RETRYING = ("sequence", "attempt", "next at", "error", "key", "behind it")

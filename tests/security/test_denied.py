@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import nats
 import pytest
+from nats.aio.msg import Msg
 
 from aviso_workers import App, Limit, Notification, config
 from aviso_workers.backends.jetstream.connection import MAX_DENIALS, NatsConnection
+from aviso_workers.backends.jetstream.requests import denies
 from aviso_workers.engine import replay
 from aviso_workers.errors import DeniedError, UnansweredError
 from aviso_workers.events import AgentDisturbed, LeadershipHindered, PermissionDenied
@@ -70,9 +73,49 @@ async def test_who_asks_for_what_is_denied_is_told_at_once(tmp_path: Path) -> No
             for subject in ("STREAM.LIST", "STREAM.INFO.MARS"):
                 with pytest.raises(DeniedError, match=rf"^\$JS\.API\.{subject}: permissions violation"):
                     await connection.api(subject, timeout_seconds=LONG_SECONDS)
-            with pytest.raises(DeniedError, match="anything"):
-                await connection.request("anything", b"", timeout_seconds=LONG_SECONDS)
+            for subject in ("anything", 'any"thing'):
+                with pytest.raises(DeniedError, match=subject):
+                    await connection.request(subject, b"", timeout_seconds=LONG_SECONDS)
         await connection.close()
+
+
+def test_only_the_subject_that_is_quoted_is_denied() -> None:
+    said = 'nats: permissions violation for publish to "svc.orders"'
+    assert denies(said, "svc.Orders")
+    assert not denies(said, "orders")
+    assert not denies(said, 'x"svc.orders')
+    assert not denies('nats: permissions violation for publish to "x\\"svc.orders"', "svc.orders")
+    assert denies('nats: permissions violation for publish to "x\\"svc.orders"', 'x"svc.orders')
+
+
+async def test_a_request_is_not_ended_for_one_whose_subject_differs_in_case(tmp_path: Path) -> None:
+    users = "authorization { users: [{user: u, password: p, permissions: {publish: {deny: ['svc.Orders']}}}] }\n"
+    with NatsServer.start(store_dir=tmp_path, config=users) as server:
+        url = server.url.replace("//", "//u:p@")
+        asker = NatsConnection(config.JetStream(nats_url=config.ServerUrls(url)), on_connection=None)
+        server_side = await nats.connect(url)
+        denied_told = anyio.Event()
+        await asker.open()
+
+        async def answer(message: Msg) -> None:
+            await denied_told.wait()
+            await message.respond(b"done")
+
+        await server_side.subscribe("svc.orders", cb=answer)
+        await server_side.flush()
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with anyio.create_task_group() as tasks:
+
+                async def ask_what_is_denied() -> None:
+                    with pytest.raises(DeniedError, match=r"svc\.Orders"):
+                        await asker.request("svc.Orders", b"", timeout_seconds=SHORT_SECONDS)
+                    denied_told.set()
+
+                tasks.start_soon(ask_what_is_denied)
+                answered = await asker.request("svc.orders", b"", timeout_seconds=LONG_SECONDS)
+        assert answered.data == b"done"
+        await server_side.close()
+        await asker.close()
 
 
 async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from aviso_workers import config
 from aviso_workers.backends import ConnectionListener
 from aviso_workers.backends.jetstream import credentials, faults, inboxes, tls, wire
 from aviso_workers.backends.jetstream.inboxes import Inbox
-from aviso_workers.backends.jetstream.requests import Answer, Requests
+from aviso_workers.backends.jetstream.requests import Answer, Requests, denies
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers
 
@@ -348,9 +348,7 @@ class NatsConnection:
         answer we may not hear is done all the same.
         """
         for said, when in self._denials.items():
-            if when >= since and (
-                f'"{subject.lower()}"' in said or (answers and _denies_answers(said, self.inbox_prefix))
-            ):
+            if when >= since and (denies(said, subject) or (answers and _denies_answers(said, self.inbox_prefix))):
                 raise DeniedError(f"{subject}: {said.removeprefix('nats: ')}")
 
     def check_allowed_below(self, prefix: str, *, since: float) -> None:

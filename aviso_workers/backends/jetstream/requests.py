@@ -12,7 +12,7 @@ from aviso_workers._fast import Arrival
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import Wire, status
 
-__all__ = ["Answer", "Requests"]
+__all__ = ["Answer", "Requests", "denies"]
 
 IsAnswer = Callable[[bytes], bool]
 """Returns whether a body answers a request."""
@@ -25,6 +25,12 @@ class Answer(NamedTuple):
     reply: bytes
     headers: bytes
     data: bytes
+
+
+def denies(said: str, subject: str) -> bool:
+    """Return whether a server denies a subject with these words, which have no upper case: it quotes it as Go does."""
+    quoted = subject.lower().replace("\\", "\\\\").replace('"', '\\"')
+    return said.partition('"')[2].rpartition('"')[0] == quoted
 
 
 class Requests:
@@ -59,10 +65,14 @@ class Requests:
         return Answer(*answer)
 
     def end_denied(self, said: str) -> None:
-        """End with a TimeoutError the requests whose subject the server denies with these words: nobody answers."""
-        for answered, subject, _ in self._waiting.values():
-            if f'"{subject.lower()}"' in said and not answered.done():
-                answered.set_exception(TimeoutError(said))
+        """End with a TimeoutError the requests whose subject the server denies with these words: nobody answers. Where
+        two subjects differ in case only, it is not known which of them, and both are waited for.
+        """
+        denied = [found for found in self._waiting.values() if denies(said, found[1])]
+        if len({subject for _, subject, _ in denied}) == 1:
+            for answered, _, _ in denied:
+                if not answered.done():
+                    answered.set_exception(TimeoutError(said))
 
     def _on_answers(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
