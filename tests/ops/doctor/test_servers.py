@@ -496,6 +496,8 @@ def test_a_stream_that_needs_a_newer_server(plain: Seen) -> None:
     assert judged(structs.replace(plain.facts, after=after)).found("JS041") == {
         "MARS": "needs API level 9, and the server has API level 5"
     }
+    unknown = {"account": "INFO: permissions violation"}
+    assert judged(structs.replace(plain.facts, after=after, unknown=unknown)).state("JS041") is State.SKIP
 
 
 def test_two_servers_of_one_directory(plain: Seen) -> None:

@@ -234,7 +234,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
                 place=server, found=f"version {version} has neither fast batches nor `aviso-workers agents reset`"
             )
     level = facts.after.account.api.level
-    for one in _kept(facts):
+    for one in () if "account" in facts.unknown else _kept(facts):
         needed = int(one.config.metadata.get(LEVEL, 0))
         if needed > level:
             yield about(one, f"needs API level {needed}, and the server has API level {level}", state=State.FAIL)
