@@ -18,7 +18,7 @@ BUDGETS = {
     "lines of backends": 6_796,
     "lines of cli": 6_321,
     "lines of config": 2_894,
-    "lines of console": 3_305,
+    "lines of console": 3_350,
     "lines of declare": 4_232,
     "lines of engine": 7_592,
     "lines of jetstream": 2_493,

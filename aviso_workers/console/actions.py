@@ -11,6 +11,7 @@ import hashlib
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 
 import anyio
@@ -67,11 +68,14 @@ class PlannedAction(Struct, frozen=True, kw_only=True):
     """Carries it out in the background, if it is a job."""
     sequences: Sequence[int] = ()
     """The dead letters of a job."""
+    created: datetime | None = None
+    """When their stream was created."""
 
     @property
     def fingerprint(self) -> str:
         """What is confirmed: the same plan has the same one."""
-        return hashlib.sha256("\n".join([self.of, *self.says, *map(str, self.fields.items())]).encode()).hexdigest()
+        plan = [self.of, *self.says, *map(str, self.fields.items()), str(self.created)]
+        return hashlib.sha256("\n".join(plan).encode()).hexdigest()
 
 
 class Action(Struct, frozen=True, kw_only=True):
@@ -151,6 +155,7 @@ class Actions:
         return plan.back
 
     def _begin(self, action: Action, visitor: Visitor, plan: PlannedAction, form: Form) -> str:
+        assert plan.created is not None
         job = Job(
             number=next(self._numbers),
             title=action.title,
@@ -161,6 +166,7 @@ class Actions:
             sequences=frozenset(plan.sequences),
             total=len(plan.sequences),
             left=set(plan.sequences),
+            created=plan.created,
             rate=_rate(form),
         )
         self._jobs.append(job)
@@ -174,6 +180,7 @@ class Actions:
                 async with self.audit.recorded(job.who, action.name, plan.of, plan.fields) as result:
                     try:
                         await plan.job(job)
+                        job.finished = True
                     finally:
                         result.text = job.came_to
                         result.state = "failed" if job.failures else "done"
@@ -275,8 +282,8 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
     if form.get("last") and last is None:
         raise DeclarationError("last: it must be a sequence")
     config = await actions.known()
-    found = await dead_letters.selected(actions.admin, config, form, last=last)
-    if not found:
+    created, found = await dead_letters.selected(actions.admin, config, form, last=last)
+    if not found or created is None:
         raise NotFoundError("no dead letter matches: somebody else has retried or dropped them")
     _rate(form)  # refuses one that is none, before anything begins
     chosen = _given(form, *dead_letters.FILTERS)
@@ -289,6 +296,7 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
         back="/dead-letters",
         job=partial(dead_letters.act, actions.admin, config),
         sequences=found,
+        created=created,
     )
 
 

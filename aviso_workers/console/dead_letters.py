@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from datetime import datetime
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -15,8 +16,16 @@ from aviso_workers.aviso.positions import parse_date
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.console.jobs import Job
-from aviso_workers.errors import BackendError, InvalidPositionError, OutcomeUnknownError, UnavailableError, describe
+from aviso_workers.errors import (
+    BackendError,
+    InvalidPositionError,
+    NotFoundError,
+    OutcomeUnknownError,
+    UnavailableError,
+    describe,
+)
 from aviso_workers.events import Events
+from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.ops.dead_letters import DeadLetter, Group, Selection, StoredDeadLetters, grouped, portions
 from aviso_workers.ops.denials import Denials, noted
@@ -115,32 +124,49 @@ async def of_notification(admin: Admin, config: Config, stream: str, sequence: i
     }
 
 
-async def selected(admin: Admin, config: Config, fields: Mapping[str, str], *, last: int | None) -> list[int]:
-    """Return the sequences of what a filter selects, up to `last`. Raises as `DeadLetterLists.of` does."""
+async def selected(
+    admin: Admin, config: Config, fields: Mapping[str, str], *, last: int | None
+) -> tuple[datetime | None, list[int]]:
+    """Return when the stream was created, and the sequences of what a filter selects, up to `last`. Raises as
+    `DeadLetterLists.of` does.
+    """
+    info = await inventory.existing(admin.stream_info(DEAD_LETTERS))
     stored = StoredDeadLetters(admin, config, events=Events())
     found = [each.sequence async for each in _selected(stored, _selection(fields))]
-    return [sequence for sequence in found if last is None or sequence <= last]
+    return info.created if info else None, [sequence for sequence in found if last is None or sequence <= last]
 
 
 async def act(admin: Admin, config: Config, job: Job) -> None:
     """Drop or retry exactly the dead letters of the job, at most `job.rate` of them a second. What fails is noted in
-    the job, and the others go on; where no server answers, it is tried again. Raises `BackendError` where too much
-    fails.
+    the job, and the others go on; where no server answers, it is tried again.
+
+    Raises `BackendError` where too much fails, and `NotFoundError` where the stream was deleted or made again.
     """
     stored = StoredDeadLetters(admin, config, events=Events())
     do = partial(StoredDeadLetters.retry if job.hands_back else StoredDeadLetters.drop, stored)
+    done, failing_since = -1, 0.0
+
+    def is_patient() -> bool:
+        in_time = job.done > done or anyio.current_time() - failing_since < ELECTION_SECONDS
+        return in_time and not job.failures
+
     while job.left:
-        patient = not job.failures and anyio.current_time() - job.moved_at < ELECTION_SECONDS
         try:
+            await _stream_of(admin, job)
             chosen = _selected(stored, Selection(sequences=frozenset(job.left)))
-            async for portion in portions(chosen, rate=job.rate):
-                # Apart by agent: one that cannot be handed back holds up those of no other agent.
-                for _, of_agent in groupby(sorted(portion, key=BY_AGENT), key=BY_AGENT):
-                    await _act_on([*of_agent], do, job, patient=patient and not job.failures)
+            async with aclosing(chosen), aclosing(portions(chosen, rate=job.rate)) as found:
+                async for portion in found:
+                    await _stream_of(admin, job)
+                    # Apart by agent: one that cannot be handed back holds up those of no other agent.
+                    for _, of_agent in groupby(sorted(portion, key=BY_AGENT), key=BY_AGENT):
+                        await _act_on([*of_agent], do, job, patient=is_patient())
             return
         except (UnavailableError, OutcomeUnknownError):
-            if not patient:
+            if not is_patient():
                 raise
+            if job.done > done:
+                done, failing_since = job.done, anyio.current_time()
+            job.asked_again = True
         await anyio.sleep(AGAIN_SECONDS)
 
 
@@ -153,6 +179,8 @@ async def failed_again(admin: Admin, job: Job) -> str:
                 why = await _look(admin, job)
             consumers = await agent_inventory.agents(admin, RETRIES)
             waiting = sum(consumers[agent].lag for agent in job.agents if agent in consumers)
+    except NotFoundError as error:
+        why = str(error)
     except BackendError as error:
         why = describe(error)
     said = (
@@ -168,14 +196,10 @@ async def _look(admin: Admin, job: Job) -> str:
     """Read what has become a dead letter again: only what has come since it was read last, unless some were erased
     meanwhile. Return why that cannot be known; empty where it is. Raises `BackendError`.
     """
-    last = max(job.sequences)
-    info = await inventory.existing(admin.stream_info(DEAD_LETTERS))
-    before = job.seen or (info and info.created, 0, 0)
-    if info is None or info.last_sequence < last or info.created != before[0]:
-        return f"the stream {DEAD_LETTERS} was deleted or made again since"
-    if not job.read_to or info.last_sequence - before[1] != info.messages - before[2]:
-        job.failed_again, job.read_to = 0, last
-    job.seen = (info.created, info.last_sequence, info.messages)
+    info = await _stream_of(admin, job)
+    if not job.read_to or info.last_sequence - job.seen[0] != info.messages - job.seen[1]:
+        job.failed_again, job.read_to = 0, max(job.sequences)
+    job.seen = (info.last_sequence, info.messages)
     handed_back = {str(sequence) for sequence in job.sequences - job.left}
     subjects = [f"{dead_letter_records.SUBJECT}.{app}.{agent}" for app, agent in sorted(job.agents)]
     if job.read_to < info.last_sequence:
@@ -188,6 +212,14 @@ async def _look(admin: Admin, job: Job) -> str:
                 job.failed_again += retried.partition(".")[0] in handed_back
         job.read_to = info.last_sequence
     return ""
+
+
+async def _stream_of(admin: Admin, job: Job) -> StreamInfo:
+    """Return the stream of a job's dead letters. Raises `NotFoundError` where it was deleted or made again."""
+    info = await inventory.existing(admin.stream_info(DEAD_LETTERS))
+    if info is None or info.created != job.created:
+        raise NotFoundError(f"the stream {DEAD_LETTERS} was deleted or made again since")
+    return info
 
 
 async def _act_on(
@@ -203,7 +235,7 @@ async def _act_on(
         job.failures.append(f"{dead_letters[0].sequence} to {dead_letters[-1].sequence}: {describe(error)}")
 
 
-async def _selected(stored: StoredDeadLetters, wanted: Selection) -> AsyncIterator[DeadLetter]:
+async def _selected(stored: StoredDeadLetters, wanted: Selection) -> AsyncGenerator[DeadLetter, None]:
     async with aclosing(stored.select(wanted)) as dead_letters:
         async for dead_letter in dead_letters:
             await anyio.lowlevel.checkpoint()  # other pages are made meanwhile

@@ -38,8 +38,12 @@ class Job(Struct, kw_only=True):
     state: str = "runs"
     """`runs`, `done`, `stopped` or `failed`."""
     failures: list[str] = []
-    moved_at: float = field(default_factory=anyio.current_time)
-    """When the last one was done, or it began, by the clock of the event loop."""
+    created: datetime
+    """When the stream of the dead letters was created: in another one, others have their sequences."""
+    finished: bool = False
+    """Whether all that were there are done, or have failed."""
+    asked_again: bool = False
+    """Whether an answer was missing, so that one may be done although nobody has said so."""
     agents: set[tuple[str, str]] = field(default_factory=set)
     """The apps and agents to which some were handed back."""
     windows: int = 0
@@ -48,8 +52,8 @@ class Job(Struct, kw_only=True):
     """How many of those that are handed back are dead letters again, as far as the dead letters were read."""
     read_to: int = 0
     """The sequence up to which they were read."""
-    seen: tuple[datetime | None, int, int] | None = None
-    """When their stream was created, its last sequence and the number of its messages, when it was last looked at."""
+    seen: tuple[int, int] = (0, 0)
+    """The last sequence of their stream and the number of its messages, when it was last looked at."""
     looking: anyio.Lock = field(default_factory=anyio.Lock)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     """Cancelled where the job is stopped."""
@@ -57,7 +61,6 @@ class Job(Struct, kw_only=True):
     def note(self, dead_letter: DeadLetter) -> None:
         """Note one that is done."""
         self.left.discard(dead_letter.sequence)
-        self.moved_at = anyio.current_time()
         self.agents.add((dead_letter.app, dead_letter.agent))
         self.windows += is_window(dead_letter)
 
@@ -82,11 +85,12 @@ class Job(Struct, kw_only=True):
     @property
     def came_to(self) -> str:
         """What has come of it, in words."""
-        why = (
-            "are not, as far as is known"
-            if self.failures or self.scope.cancel_called
-            else "were not there any more, because somebody else has retried or erased them"
-        )
+        if self.failures or not self.finished:
+            why = "are not, as far as is known"
+        elif self.asked_again:
+            why = "were not there any more when it was tried again: done by this job, or by somebody else"
+        else:
+            why = "were not there any more, because somebody else has retried or erased them"
         others = f"; {len(self.left)} {why}" if self.left else ""
         does = "handed back" if self.hands_back else "erased"
         return f"{self.done} of {self.total} {does}{others}" + (f"; {self.failures[0]}" if self.failures else "")

@@ -62,7 +62,8 @@ async def search(admin: Admin, config: Config, asked: str) -> Search:
         else:
             end = middle
     newest = deque[FoundNotification](maxlen=SHOWN)
-    messages = admin.read(stream, filter_subjects=filters, start_sequence=begin, last_sequence=info.last_sequence)
+    last = (await admin.stream_info(stream)).last_sequence  # those that have come meanwhile were counted too
+    messages = admin.read(stream, filter_subjects=filters, start_sequence=begin, last_sequence=last)
     async with aclosing(messages):
         async for each in messages:
             name = f"{stream}@{each.sequence}"

@@ -15,6 +15,7 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.aviso.codec import Message
+from aviso_workers.config import Config
 from aviso_workers.console import audit, dead_letters, jobs
 from aviso_workers.errors import OutcomeUnknownError, UnavailableError
 from aviso_workers.state import consumer_records, timer_requests
@@ -342,6 +343,45 @@ async def test_a_job_goes_on_where_another_server_has_taken_over(
         await shown(client, "/jobs/1", "result 3 of 3 handed back of these, by now 3 are dead letters again")
         assert not failures
         await shown(client, "/dead-letters", "3 of 3 dead letters.")  # each was handed back once
+
+
+async def test_a_job_leaves_alone_what_has_its_sequences_in_a_stream_that_was_made_again(
+    console: Served, app: App, running: Harness
+) -> None:
+    await publish(app, 3, 3, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "3 of 3 dead letters.")
+        await confirmed(client, "drop-dead-letters", agent="fails", rate="0.5")
+        await shown(client, "/jobs/1", "1 of 3")
+        await console.admin.delete_stream(DEAD_LETTERS)
+        await publish(app, 3, 3, 3)
+        await shown(
+            client, "/jobs/1", "1 of 3 erased; 2 are not, as far as is known", "was deleted or made again since"
+        )
+        await shown(client, "/audit", "failed 1 of 3 erased; 2 are not")
+        await shown(client, "/dead-letters", "3 of 3 dead letters.")
+
+
+async def test_the_same_is_done_again_in_a_stream_that_was_made_again(
+    console: Served, app: App, running: Harness
+) -> None:
+    async with console.client() as client:
+        for number in (1, 2):
+            await publish(app, 3)
+            await shown(client, "/dead-letters", "1 of 1 dead letters.")
+            await confirmed(client, "drop-dead-letters", agent="fails")
+            await shown(client, f"/jobs/{number}", "Erase dead letters: done.", "1 of 1 erased")
+            await console.admin.delete_stream(DEAD_LETTERS)
+
+
+async def test_a_job_with_which_the_console_ends_blames_nobody(config: Config, app: App, running: Harness) -> None:
+    await publish(app, 3, 3)
+    async with served(config) as console, console.client() as client:
+        await shown(client, "/dead-letters", "2 of 2 dead letters.")
+        await confirmed(client, "drop-dead-letters", agent="fails", rate="0.001")
+        await shown(client, "/jobs/1", "1 of 2")
+    async with served(config) as console, console.client() as client:
+        await shown(client, "/audit", "stopped 1 of 2 erased; 1 are not, as far as is known")
 
 
 async def test_of_windows_a_job_says_that_it_is_not_known_what_failed_again(

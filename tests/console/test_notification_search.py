@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from aviso_workers import App
@@ -50,3 +52,18 @@ async def test_only_a_part_of_a_long_stream_is_read(
     found = await notification_search.search(console.admin, console.config, "mars step=1")
     wanted = [f"MARS@{place + 1}" for place in rare][::-1]
     assert (found.count, [each.name for each in found.newest]) == (len(wanted), wanted[:20])
+
+
+async def test_the_newest_are_found_while_others_come(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def count(*given: Any, **named: Any) -> int:
+        await publish(app, *[1] * 25)
+        return await counting(*given, **named)
+
+    counting = console.admin.count
+    monkeypatch.setattr(notification_search, "SPAN", 5)
+    await publish(app, *[1] * 30)
+    monkeypatch.setattr(console.admin, "count", count)
+    found = await notification_search.search(console.admin, console.config, "mars step=1")
+    assert len(found.newest) == 20
