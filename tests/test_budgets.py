@@ -10,8 +10,8 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 75_321,
-    "lines of the core": 41_313,
+    "lines": 75_251,
+    "lines of the core": 41_283,
     "lines of agents": 837,
     "lines of aviso": 2_787,
     "lines of aviso_workers": 4_454,
@@ -22,7 +22,7 @@ BUDGETS = {
     "lines of declare": 4_232,
     "lines of engine": 7_592,
     "lines of jetstream": 2_493,
-    "lines of ops": 14_881,
+    "lines of ops": 14_871,
     "lines of projects": 77,
     "lines of server": 2_174,
     "lines of spark": 6_338,
