@@ -176,7 +176,8 @@ async def failed_again(admin: Admin, job: Job) -> str:
     try:
         with anyio.move_on_after(LOOK_SECONDS):
             async with job.looking:
-                why = await _look(admin, job)
+                await _look(admin, job)
+            why = ""
             consumers = await agent_inventory.agents(admin, RETRIES)
             waiting = sum(consumers[agent].lag for agent in job.agents if agent in consumers)
     except NotFoundError as error:
@@ -192,9 +193,9 @@ async def failed_again(admin: Admin, job: Job) -> str:
     return "; ".join(filter(None, said))
 
 
-async def _look(admin: Admin, job: Job) -> str:
+async def _look(admin: Admin, job: Job) -> None:
     """Read what has become a dead letter again: only what has come since it was read last, unless some were erased
-    meanwhile. Return why that cannot be known; empty where it is. Raises `BackendError`.
+    meanwhile. Raises `BackendError`, and `NotFoundError` as `_stream_of` does.
     """
     info = await _stream_of(admin, job)
     if not job.read_to or info.last_sequence - job.seen[0] != info.messages - job.seen[1]:
@@ -211,7 +212,6 @@ async def _look(admin: Admin, job: Job) -> str:
                 retried = (message.headers or {}).get(dead_letter_records.RETRIED, "")
                 job.failed_again += retried.partition(".")[0] in handed_back
         job.read_to = info.last_sequence
-    return ""
 
 
 async def _stream_of(admin: Admin, job: Job) -> StreamInfo:
