@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from aviso_workers import App, Router
 from aviso_workers.errors import BackendError
-from aviso_workers.ops import agent_inventory, parked, stuck
+from aviso_workers.ops import agent_inventory, retried, stuck
 from aviso_workers.ops.agent_inventory import ConsumerInfo, ConsumerRecord, Recorded
 from aviso_workers.state.own_streams import DEAD_LETTERS
 
@@ -40,11 +40,11 @@ class Observer(Struct, frozen=True, kw_only=True):
 
 
 class Seen(Struct, frozen=True):
-    """An agent's consumer, why it is stuck (empty where it is not), and how many notifications wait for a person."""
+    """An agent's consumer, why it is stuck (empty where it is not), and at how many notifications it is blocked."""
 
     consumer: ConsumerInfo
     why_stuck: str = ""
-    parked: int = 0
+    blocked: int = 0
 
 
 router = Router("observer", settings=Observer)
@@ -123,13 +123,14 @@ class _Rounds:
         )
 
     def _seen(self, stream: str, consumer: ConsumerInfo, before: Seen | None) -> Seen:
-        key = (stream, consumer.name)
-        record, noted = (
-            (known.consumers.get(key), known.parked.get(key, ())) if (known := self._recorded) else (None, ())
-        )
-        waiting = parked.unsettled(noted, consumer)
-        why = stuck.why_stuck(consumer, before.consumer if before else None, record, waiting)
-        return Seen(consumer, why, len(waiting))
+        known = self._recorded
+        record = known.consumers.get((stream, consumer.name)) if known else None
+        blocked = retried.blocked(known.failures, stream, consumer) if known else []
+        why = stuck.why_stuck(consumer, before.consumer if before else None, record, blocked)
+        if known and (agent := agent_inventory.agent_of(consumer.name)):
+            failure = known.failures.get((agent[0], "agents", agent[1]))
+            why = "" if failure and failure.is_away(known.time) else why  # it goes on when that is back
+        return Seen(consumer, why, len(blocked))
 
     async def _ask_for_records(self) -> None:
         self._recorded = await agent_inventory.recorded(self._app.session.admin)
@@ -177,7 +178,11 @@ class _Rounds:
             "agent's policy allows; else 0.",
             lambda seen: bool(seen.why_stuck),
         )
-        show("parked", "Notifications that wait for a person's decision.", lambda seen: seen.parked)
+        show(
+            "blocked",
+            "Notifications that have failed as often as is usual, and that the agent tries again without end.",
+            lambda seen: seen.blocked,
+        )
         missing = [(*agent, stream) for stream, agents in self._missing.items() for agent in agents]
         self._show(
             "consumer_missing",

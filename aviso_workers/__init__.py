@@ -10,14 +10,13 @@ if TYPE_CHECKING:
     from aviso_workers.aviso.notifications import Notification, Notify, Receipt
     from aviso_workers.declare.agents import Agent, Router
     from aviso_workers.declare.batches import Batch, Batching, Stream
-    from aviso_workers.declare.limits import Limit
-    from aviso_workers.declare.outages import Breaker, Unavailable
-    from aviso_workers.declare.retry import Backoff
+    from aviso_workers.declare.dependencies import Dependency, Unavailable
+    from aviso_workers.declare.limits import Rate, Slots
+    from aviso_workers.declare.retry import RetryPolicy
     from aviso_workers.declare.tables import DELETE, Change, Counter, Delete, Table
     from aviso_workers.declare.timers import Tick, Timer
     from aviso_workers.declare.verdicts import Ack, GivenUp, Reject, Retry
     from aviso_workers.declare.windows import Window, Windowing
-    from aviso_workers.engine.breakers import CircuitBreaker
     from aviso_workers.errors import AvisoWorkersError
     from aviso_workers.jetstream.key_value import KeyValue
     from aviso_workers.version import __version__
@@ -28,23 +27,23 @@ __all__ = [
     "Agent",
     "App",
     "AvisoWorkersError",
-    "Backoff",
     "Batch",
     "Batching",
-    "Breaker",
     "Change",
-    "CircuitBreaker",
     "Counter",
     "Delete",
+    "Dependency",
     "GivenUp",
     "KeyValue",
-    "Limit",
     "Notification",
     "Notify",
+    "Rate",
     "Receipt",
     "Reject",
     "Retry",
+    "RetryPolicy",
     "Router",
+    "Slots",
     "Stream",
     "Table",
     "Tick",
@@ -71,12 +70,15 @@ _PLACES = {
         "Batching",
         "Stream",
     ),
-    "declare.limits": ("Limit",),
-    "declare.outages": (
-        "Breaker",
+    "declare.dependencies": (
+        "Dependency",
         "Unavailable",
     ),
-    "declare.retry": ("Backoff",),
+    "declare.limits": (
+        "Rate",
+        "Slots",
+    ),
+    "declare.retry": ("RetryPolicy",),
     "declare.tables": (
         "DELETE",
         "Change",
@@ -98,13 +100,20 @@ _PLACES = {
         "Window",
         "Windowing",
     ),
-    "engine.breakers": ("CircuitBreaker",),
     "errors": ("AvisoWorkersError",),
     "jetstream.key_value": ("KeyValue",),
     "version": ("__version__",),
 }
 """The public names by the module that has them. Each is imported when somebody asks for one of its names: the command
 line needs none for its help."""
+
+_OLD = {
+    "Backoff": "RetryPolicy(...)",
+    "Breaker": "app.dependency(...)",
+    "CircuitBreaker": "app.dependency(...)",
+    "Limit": 'Rate(100, per="1m") or Slots(1)',
+}
+"""What to say in place of a name that was here before."""
 
 if not TYPE_CHECKING:  # else a checker of types would take any name for one of ours
 
@@ -113,6 +122,8 @@ if not TYPE_CHECKING:  # else a checker of types would take any name for one of 
             if name in names:
                 value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
                 return value
+        if name in _OLD:  # Python would replace an AttributeError with an ImportError that does not say this
+            raise ImportError(f"{__name__}.{name} is gone: say {_OLD[name]}", name=__name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Never, Self, TypeVar, overload
 
 import anyio
 import msgspec
@@ -40,17 +40,16 @@ from aviso_workers.declare.agents import (
     Task,
     check_filter,
     check_name,
-    exceptions,
     included,
     is_at_prompt,
 )
 from aviso_workers.declare.around import Around
+from aviso_workers.declare.dependencies import Dependency
 from aviso_workers.declare.resources import Needing, Resource
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.unawaited_calls import unawaited_calls
 from aviso_workers.declare.windows import Window
-from aviso_workers.engine.breakers import CircuitBreaker
 from aviso_workers.engine.publisher import encode
 from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import (
@@ -61,7 +60,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Events, Measured
-from aviso_workers.sessions.session import Session, breaker, is_stopping, open_session
+from aviso_workers.sessions.session import Session, is_stopping, open_session
 from aviso_workers.task_groups import task_group
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 S = DefaultTypeVar("S", default=Any)
 R = DefaultTypeVar("R", default=Any)
-D = TypeVar("D", Agent[Any, Any], Timer[Any, Any], Task)
+D = TypeVar("D", Agent[Any, Any], Timer[Any, Any], Task, Dependency)
 
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -95,11 +94,15 @@ class App(Router[S]):
         *,
         config: Config | str | Path | None = None,
         settings: type[S] | None = None,
-        unavailable: Sequence[type[Exception]] = (),
+        **old: Never,
     ) -> None:
+        if "unavailable" in old:
+            raise DeclarationError(
+                "App: unavailable= is gone: say depends_on=app.dependency(..., unavailable=[...]) for its agents"
+            )
+        if old:
+            raise TypeError(f"App.__init__() got an unexpected keyword argument {next(iter(old))!r}")
         super().__init__(name, settings=settings)
-        self.unavailable = exceptions(f"app {name!r}", unavailable)
-        """Exceptions that say that something is away that its agents depend on, beside those that `Breaker` names."""
         if "__" in name or name.endswith("_"):  # else two apps could have one durable consumer
             raise DeclarationError(f"app name {name!r}: leave out '__' and a last '_', which part it from its agents")
         self.events = Events()
@@ -205,12 +208,18 @@ class App(Router[S]):
         match declared:
             case Agent():
                 renamed = _renamed(declared, begin)
+                needed = declared.policy.depends_on
+                if begin and needed is not None and router.dependencies.get(needed.name) is needed:
+                    own = self.dependencies[begin + needed.name]  # it was declared, and so taken, before the agent
+                    renamed.policy = msgspec.structs.replace(declared.policy, depends_on=own)
                 self._add_agent(renamed, again=again)
                 self._included[renamed.name] = router, declared.name
             case Timer():
                 self._add_timer(_renamed(declared, begin), again=again)
             case Task():
                 self._add_task(_renamed(declared, begin), again=again)
+            case Dependency():
+                self._add_dependency(_renamed(declared, begin), again=again)
             case Resource():
                 self._add_resource(declared, again=again)
             case (name, (Table() | Counter()) as table):
@@ -270,7 +279,7 @@ class App(Router[S]):
             found.append(self._mistake("workers.traces.enabled", lacking, examined.config))
         for agent in self.agents:
             found += [f"agent {agent.name!r}: {problem}" for problem in _agent_mistakes(agent, examined)]
-        found += self._mistakes_of_breakers()
+        found += self._mistakes_of_dependencies()
         found += self._mistakes_of_resources()
         found += self._unawaited_calls()
         for router in (self, *self._routers):
@@ -293,15 +302,15 @@ class App(Router[S]):
         ]
         return [f"{what}: {call}" for what, function in declared for call in unawaited_calls(function)]
 
-    def _mistakes_of_breakers(self) -> Iterator[str]:
-        first: dict[str, Agent[Any, Any]] = {}
+    def _mistakes_of_dependencies(self) -> Iterator[str]:
         for agent in self.agents:
-            if (name := agent.policy.depends_on) is None:
+            needed = agent.policy.depends_on
+            if needed is None or self.dependencies.get(needed.name) is needed or is_at_prompt():
                 continue
-            other = first.setdefault(name, agent)
-            if other.policy.breaker != agent.policy.breaker:
-                both = f"agents {other.name!r} and {agent.name!r}"
-                yield f"{both} share the breaker of {name!r}: give both the same breaker="
+            yield (
+                f"agent {agent.name!r}: depends_on= is a dependency {needed.name!r} that the app does not have under "
+                "this name: declare it by app.dependency, or on the router of the agent"
+            )
 
     def _mistakes_of_resources(self) -> list[str]:
         called: list[tuple[str, type | None, Needing]] = [
@@ -589,20 +598,6 @@ class App(Router[S]):
             raise DeclarationError(f"agent {declared.name!r} has no windows: it is a function of no Window")
         return await self.session.open_windows(declared, declared.policy.window, key)
 
-    def breaker(self, name: str) -> CircuitBreaker:
-        """Return the breaker that agents share by `depends_on`, in this process: whether it `is_open`, `since` when and
-        for which `reason`; `trip` opens it, and `reset` lets everything begin again.
-
-        Raises `DeclarationError` where no agent with this `depends_on` is at work in this process.
-        """
-        if (found := breaker(name, self.session)) is None:
-            names = sorted({agent.policy.depends_on for agent in self.agents if agent.policy.depends_on})
-            raise DeclarationError(
-                f"app {self.name!r} has no breaker {name!r:.100} at work here; its agents depend on: "
-                f"{', '.join(names) or 'nothing that is named'}"
-            )
-        return found
-
     @event_loops.awaited
     async def key_value(self, bucket: str) -> KeyValue:
         """Return a bucket of JetStream KV, created where it is missing. Raises `BackendError`."""
@@ -809,7 +804,8 @@ def _agent_mistakes(agent: Agent[Any, Any], examined: Examined) -> Iterator[str]
         topic = schema.topic_of(agent.event_type, declared)
         topics.key_of(topic, agent.policy.order_by)
         for limit in agent.policy.limits:
-            topics.key_of(topic, limit.key, of="Limit: key")
+            topics.key_of(topic, limit.by, of=f"{type(limit).__name__}: by")
+        topics.key_of(topic, agent.dependency.by, of=f"dependency {agent.dependency.name!r}: by=")
     except InvalidNotificationError as error:
         yield str(error)
 

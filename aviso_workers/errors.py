@@ -241,7 +241,7 @@ class DeliveriesExhaustedError(AvisoWorkersError):
 
 
 class SkippedError(AvisoWorkersError):
-    """A person has decided that a notification which was parked is not tried again."""
+    """A person has decided that a notification which was retried is not tried again."""
 
     def __init__(self, attempts: int, error: str) -> None:
         self.attempts = attempts

@@ -23,13 +23,12 @@ from aviso_workers.jetstream.identities import Identity
 
 __all__ = [
     "CONNECTION",
+    "UNAVAILABLE",
     "WORKER",
     "AckWaitDiffers",
     "Acked",
     "AgentDisturbed",
-    "AgentHalted",
     "AgentMoved",
-    "AgentResumed",
     "AgentStarted",
     "AgentStopped",
     "CallOverdue",
@@ -62,6 +61,7 @@ __all__ = [
     "NotRemoved",
     "OutageBegan",
     "OutageEnded",
+    "OutageGoesOn",
     "Overdue",
     "Passed",
     "PermissionDenied",
@@ -138,7 +138,7 @@ class Hindrance(NamedTuple):
 
 WORKER = ""
 CONNECTION, DEAD_LETTERS, CALLS, BODIES = "connection", "dead letters", "calls", "bodies"
-OUTAGE, HALT = "outage", "halt"
+OUTAGE = "outage"
 """What a worker or an agent lacks beside a bucket or a stream; none of them has such a name."""
 
 
@@ -226,6 +226,10 @@ class NotRemoved(Event, frozen=True, kw_only=True):
 SettledOutcome = Literal["acked", "retried", "dead_lettered"]
 
 
+UNAVAILABLE = "unavailable"
+"""The reason where a failure says that what the agent depends on is away, and counts as no attempt."""
+
+
 class Settled(Event, frozen=True, kw_only=True):
     """A delivery was settled; `seconds` is the time the handling took.
 
@@ -248,7 +252,7 @@ class Settled(Event, frozen=True, kw_only=True):
     error: BaseException | None = None
     attempt: int = 0
     """Where handling it failed, how often it has failed with this one."""
-    attempts: float = 0
+    attempts: int | None = 0
     """After so many failures it becomes a dead letter."""
     again_in_seconds: float = 0.0
     """When it is retried."""
@@ -412,72 +416,82 @@ def _call(*, in_thread: bool) -> tuple[str, str]:
     return "call", "let what the function awaits be cancelled: no shield, no loop that catches the cancellation"
 
 
-class OutageBegan(Event, frozen=True, kw_only=True):
-    """What an agent depends on is away: it begins nothing, and tries one notification after each interval.
+def _away(fact: OutageBegan | OutageEnded, text: str | None) -> Hindrance:
+    said = text and f"{'agents' if len(fact.agents) > 1 else 'agent'} {', '.join(fact.agents)}: {text}"
+    return Hindrance(WORKER, f"{OUTAGE} {fact.dependency}", said, is_ready=True)
 
-    Nothing that fails meanwhile counts as an attempt.
+
+class OutageBegan(Event, frozen=True, kw_only=True):
+    """Something that agents depend on is away in this worker. What fails because of that counts as no attempt, and is
+    logged no more by itself.
+
+    One fact tells of all agents that depend on it. Where it is away for one key of `by` alone, this is stated for the
+    first key.
     """
 
-    lines = logged(
-        "warning",
-        "agent.outage_began",
-        cure="what the agent depends on is away; nothing is lost, and the agent goes on when it is back",
-    )
-
-    agent: str
+    dependency: str
+    """Its name: that of the agent, where the agent has it for itself."""
+    agents: tuple[str, ...]
+    """The agents of this worker that depend on it."""
     error: BaseException
-    again_in_seconds: float
+    key: str = ""
+    """The values of `by` for which it is away, such as `tenant=acme`; empty where it is away for all."""
+
+    def lines(self) -> Iterator[LogLine]:
+        yield LogLine(
+            "warning",
+            "dependency.away",
+            dependency=self.dependency,
+            agents=self.agents,
+            **({"key": self.key} if self.key else {}),
+            error=self.reason,
+            cure="bring it back; no attempts are used meanwhile, and its agents go on by themselves",
+        )
+
+    @property
+    def reason(self) -> str:
+        """The error with its class, in a line."""
+        return printable(f"{type(self.error).__name__}: {line_of(self.error)}")
 
     def hindrance(self) -> Hindrance:
-        reason = printable(f"{type(self.error).__name__}: {line_of(self.error)}")
-        return Hindrance(self.agent, OUTAGE, f"waits for the end of an outage: {reason}", is_ready=True)
+        return _away(self, f"waits for the end of an outage: {self.reason}")
+
+
+class OutageGoesOn(Event, frozen=True, kw_only=True):
+    """A minute after `OutageBegan`, or after the last of these: it is still away."""
+
+    lines = logged("warning", "dependency.still_away")
+
+    dependency: str
+    agents: tuple[str, ...]
+    reason: str
+    """The last error, with its class."""
+    seconds: float
+    """Since when it is away."""
+    calls: int
+    """How many calls were tried since this was last stated."""
+    failures: int
+    """How many of them have failed."""
+    waiting: int
+    """How many notifications wait in this worker."""
 
 
 class OutageEnded(Event, frozen=True, kw_only=True):
     """After `OutageBegan`: everything begins again."""
 
-    lines = logged("info", "agent.outage_ended")
+    lines = logged("info", "dependency.back")
 
-    agent: str
+    dependency: str
+    agents: tuple[str, ...]
     seconds: float
-    """How long it lasted."""
-    tries: int
-    """How often one was to be tried by this worker, or by others as far as it knows."""
-    answered: bool = True
-    """Whether one has succeeded, or a person has reset the breaker; else failures of any kind have lasted for so long
-    that they count as attempts again."""
+    """How long it was away."""
+    calls: int
+    """How many calls were tried meanwhile."""
+    failures: int
+    """How many of them have failed."""
 
     def hindrance(self) -> Hindrance:
-        return Hindrance(self.agent, OUTAGE)
-
-
-class AgentHalted(Event, frozen=True, kw_only=True):
-    """So many notifications of an agent have become dead letters that this worker begins no more of them."""
-
-    lines = logged(
-        "error",
-        "agent.halted",
-        cure="deploy a version that can handle them, or run `aviso-workers agents resume` when the cause is gone; the "
-        "notifications that are not dead letters yet are handled then",
-    )
-
-    agent: str
-    reason: str
-    """How many dead letters there were, and the last error."""
-
-    def hindrance(self) -> Hindrance:
-        return Hindrance(self.agent, HALT, f"is halted until it is resumed: {self.reason}", is_ready=True)
-
-
-class AgentResumed(Event, frozen=True, kw_only=True):
-    """After `AgentHalted`: a person has resumed the agent."""
-
-    lines = logged("info", "agent.resumed")
-
-    agent: str
-
-    def hindrance(self) -> Hindrance:
-        return Hindrance(self.agent, HALT)
+        return _away(self, None)
 
 
 class CallOverdue(Event, frozen=True, kw_only=True):
@@ -637,6 +651,8 @@ class WindowDone(Event, frozen=True, kw_only=True):
     Then it is run again after a wait, or the window has become a dead letter.
     """
 
+    many = Many("window.more_failures", alike=("agent", "reason"))
+
     agent: str
     key: str
     start: datetime
@@ -645,18 +661,20 @@ class WindowDone(Event, frozen=True, kw_only=True):
     """How long it took."""
     error: BaseException | None = None
     again_in_seconds: float = 0.0
+    reason: str = ""
+    """Why it is run again, as the reason of `Failed`; empty where it is not."""
     dead_lettered: str = ""
     """The reason of the dead letter; empty where there is none."""
 
     def lines(self) -> Iterator[LogLine]:
+        """Yield the line without the error: `failure_logs` has the traceback of the first one only."""
         if self.error is None:
             return  # what went well is counted
         of = {"agent": self.agent, "key": self.key, "start": self.start.isoformat()}
         if self.dead_lettered:
-            yield LogLine("error", "window.dead_lettered", **of, reason=self.dead_lettered, exc_info=self.error)
+            yield LogLine("error", "window.dead_lettered", **of, reason=self.dead_lettered)
         else:
-            again = self.again_in_seconds
-            yield LogLine("error", "window.failed", **of, again_in_seconds=again, exc_info=self.error)
+            yield LogLine("error", "window.failed", **of, again_in_seconds=self.again_in_seconds)
 
 
 class WindowFunctionsChanged(Event, frozen=True, kw_only=True):
@@ -732,7 +750,7 @@ class LeadershipHindered(Event, frozen=True, kw_only=True):
         "error",
         "leader.hindered",
         cure="until it can be used, this worker runs no timer with leader=True, closes no window, and begins no call "
-        "for which a Limit has to be asked; where a right is missing, let the worker's user read and write it",
+        "for which a Rate or Slots have to be asked; where a right is missing, let the worker's user read and write it",
     )
 
     bucket: str

@@ -67,14 +67,14 @@ from aviso_workers.config.secrets import ServerUrls
 from aviso_workers.config.settings import DEFAULT_URL
 from aviso_workers.declare.agents import Agent, included
 from aviso_workers.declare.batches import NotificationSource, Stream
-from aviso_workers.declare.outages import Unavailable
+from aviso_workers.declare.dependencies import Dependency, Unavailable
 from aviso_workers.declare.resources import Resource, spelled
 from aviso_workers.declare.tables import PROCESS, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.verdicts import GivenUp
 from aviso_workers.declare.windows import Window
-from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.call_scope import Opened
+from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.key_value import CachedKeyValue
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.errors import (
@@ -90,12 +90,13 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import AgentDisturbed, Event, Events, Overdue, Settled, TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import agent_control, parked, timer_control
+from aviso_workers.ops import agent_control, retried, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.dead_letters import StoredDeadLetters
 from aviso_workers.sessions.session import Session, open_session
 from aviso_workers.state import delayed_messages, parts, window_records
 from aviso_workers.state.dead_letter_records import DeadLetter
+from aviso_workers.state.failure_counts import Decides
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 
 __all__ = ["DeadLetter", "Harness", "harness"]
@@ -250,13 +251,15 @@ class Harness:
         self._code.faults.setdefault(self._name(agent), deque()).extend([error] * times)
 
     @contextmanager
-    def outage(self, name: str) -> Iterator[None]:
-        """Let each call of the agents with this `depends_on`, or of the agent of this name, raise `Unavailable` instead
-        of calling its function, until the block ends.
+    def outage(self, of: Dependency | Agent[Any, Any] | str) -> Iterator[None]:
+        """Let each call of the agents that depend on this, or of this agent, raise `Unavailable` instead of calling its
+        function, until the block ends. A name is that of a dependency or of an agent.
 
         Raises `DeclarationError` where there is no such agent.
         """
-        away = {agent.name for agent in self._agents() if agent.policy.depends_on == name} or {self._name(name)}
+        away = {each.name for each in self._agents() if (needed := each.policy.depends_on) and needed.is_of(of)}
+        if not away:
+            away = {self._known("dependency", of.name, ()) if isinstance(of, Dependency) else self._name(of)}
         self._code.away.update(away)
         try:
             yield
@@ -300,22 +303,31 @@ class Harness:
         self.dead_letters[:] = [each for each in self.dead_letters if each not in handed_back]
         return handed_back
 
-    async def retry_parked(self, agent: Agent[Any, Any] | str) -> list[int]:
-        """Have everything of the agent that is parked tried again, as the command `agents retry` does, and return the
-        sequences. Raises `BackendError`.
-        """
-        return await self._decide(agent, parked.retry)
+    async def retry(self, agent: Agent[Any, Any] | str, sequence: int | None = None) -> list[int]:
+        """Have a notification that the agent retries, or (None) all of them, tried again now, as the command `agents
+        retry` does. Return the sequences of those that are handled, once that is known of each, or 10 seconds have
+        passed.
 
-    async def skip_parked(self, agent: Agent[Any, Any] | str) -> list[int]:
-        """Have everything of the agent that is parked become dead letters, as the command `agents skip` does, and
-        return the sequences. Raises `BackendError`.
+        Raises `NotFoundError` where it is not retried, `BackendError`, and `AssertionError` where no worker has ever
+        read the agent's stream.
         """
-        return await self._decide(agent, parked.skip)
+        return await self._decide(agent, sequence, "retry")
 
-    async def _decide(self, agent: Agent[Any, Any] | str, decide: Callable[..., Awaitable[None]]) -> list[int]:
-        waiting = await parked.of_agent(self._watch, self.app.name, self._name(agent))
-        await decide(self._watch, *waiting)
-        return [each.sequence for each in waiting]
+    async def skip(self, agent: Agent[Any, Any] | str, sequence: int | None = None) -> list[int]:
+        """Have a notification that the agent retries, or (None) all of them, become dead letters, as the command
+        `agents skip` does. Return the sequences of those that are skipped; waits and raises as `retry` does.
+        """
+        return await self._decide(agent, sequence, "skip")
+
+    async def _decide(self, agent: Agent[Any, Any] | str, sequence: int | None, decides: Decides) -> list[int]:
+        consumer = self._consumer(agent)
+        await self._until_read(consumer)
+        for worker in self._workers:
+            await worker.session.record_failures()
+        asked = await retried.plan(self._watch, consumer, () if sequence is None else (sequence,), decides)
+        await retried.decide(self._watch, consumer, asked)
+        answers = await retried.wait(self._watch, consumer, asked, sleep=self.advance)
+        return [each.sequence for each in answers if each.carried_out]
 
     async def pause(self, agent: Agent[Any, Any] | Timer[Any, Any] | str, *, seconds: float | None = None) -> None:
         """Pause the agent, as the command `agents pause` does: for so long, or (None) until `resume`. It is given
@@ -723,7 +735,7 @@ class Harness:
         """
         if self._clock:
             await at_rest()
-        if any(run.buffer for worker in self._workers for run in worker.session.runs.values()):
+        if any(run.flow for worker in self._workers for run in worker.session.runs.values()):
             return True
         left = await self._left()
         if not left and not self._clock:
@@ -731,10 +743,10 @@ class Harness:
             left = await self._left()
         return bool(left)
 
-    def _buffers(self, agent: Agent[Any, Any]) -> list[Buffer]:
+    def _flows(self, agent: Agent[Any, Any]) -> list[Flow]:
         """Return what each worker holds for the agent."""
         runs = [worker.session.runs.get(agent.name) for worker in self._workers]
-        return [run.buffer for run in runs if run]
+        return [run.flow for run in runs if run]
 
     async def _left(self) -> list[str]:
         left = []
@@ -746,10 +758,10 @@ class Harness:
                 if (stream, durable) in asked:
                     continue  # two versions share its consumer
                 asked.add((stream, durable))
-                buffers = self._buffers(agent)
+                flows = self._flows(agent)
                 facts = [await self._left_of(read, durable) for read in (stream, RETRIES)]
-                if held := sum(map(len, buffers)):
-                    facts.append(f"{held} held by workers, {sum(buffer.running for buffer in buffers)} of them running")
+                if held := sum(map(len, flows)):
+                    facts.append(f"{held} held by workers, {sum(flow.running for flow in flows)} of them running")
                 if over := await self._windows_over(agent, app):
                     facts.append(f"{over} windows over and not done")
                 if any(facts):

@@ -20,13 +20,23 @@ class UnsettledDelivery:
     waited: float | None = None
     begin: Callable[[], Awaitable[None]] | None = None
     record: Any = None
-    bodiless = False
+    place = 0
+    tried = False
+    screened = True
+    at_once = False
+    due = 0.0
+    timer = 0
+    line: Any = None
+    limit: Any = None
 
     def ack(self) -> None:
         raise AssertionError("acked")
 
     def nak(self, *, delay_seconds: float = 0.0) -> None:
         raise AssertionError(f"naked with a delay of {delay_seconds} s")
+
+    def redeliver(self) -> None:
+        raise AssertionError("asked for again")
 
     def term(self, reason: str) -> None:
         raise AssertionError(f"terminated: {reason}")

@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
-from aviso_workers import App, Backoff, Batch, Batching, Limit, Notification, Window, Windowing
+from aviso_workers import App, Batch, Batching, Notification, Rate, RetryPolicy, Slots, Window, Windowing
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
 from aviso_workers.ops.agent_report import AgentProgress
 from aviso_workers.state import declarations
 from aviso_workers.state.failure_records import Retrying
-from aviso_workers.state.outage_records import OutageRecord
 from tests.contract.settings import app_config
 from tests.failures import last_failure
 
@@ -34,16 +34,15 @@ async def plain(notification: Notification[Any]) -> None: ...
     "mars",
     where={"stream": ["oper", "wave"], "step": {"gte": 6}},
     concurrency=4,
-    retry=Backoff(first=2.0, factor=2.0, max=60.0, attempts=9, jitter=0.0),
+    retry=RetryPolicy(first=2.0, factor=2.0, max=60.0, attempts=9, jitter=0.0),
     ack_wait=5.0,
     timeout=1.5,
     order_by=["date", "step"],
-    rate_limit=50.0,
 )
 async def busy(notification: Notification[Field]) -> None: ...
 
 
-@app.agent("mars", rate_limit=Limit(100, per="1m"), limit=Limit(concurrent=1, key=["class", "stream"]))
+@app.agent("mars", limits=[Rate(100, per="1m"), Slots(1, by=["class", "stream"])])
 async def limited(notification: Notification[Any]) -> None: ...
 
 
@@ -76,15 +75,16 @@ def test_an_agent_that_is_stuck_because_it_fails_is_told_with_its_error() -> Non
     assert progress.state_since(None) == f"{stuck}; failing since {time_text(begun)}, 9 times: OSError: no index"
 
 
-def test_an_agent_that_waits_for_the_end_of_an_outage_says_the_error_once() -> None:
+def test_an_agent_of_which_what_it_depends_on_is_away_says_the_error_once() -> None:
     now = datetime.now(UTC)
-    outage = OutageRecord(since=now, reason="OSError: no index", again_in_seconds=4.0, written=now)
     events = ConsumerInfo(name="i", config=ConsumerConfig(), time=now)
-    failure = last_failure(now, text="no index", since=now, times=9)
-    progress = AgentProgress(
-        app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure, outage=outage
+    failure = last_failure(
+        now, text="no index", times=9, away="OSError: no index", away_since=now, away_until=now + timedelta(minutes=1)
     )
-    assert progress.state_since(None) == f"outage since {time_text(now)}: OSError: no index; tries again in 4 s"
+    progress = AgentProgress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
+    assert progress.state_since(None) == f"outage since {time_text(now)}: OSError: no index"
+    over = structs.replace(failure, away_until=now)
+    assert "away" not in structs.replace(progress, failure=over).state_since(None)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_is_settled_since_its_failure_was_recorded_is_not_retried(
 ) -> None:
     now = datetime.now(UTC)
     due = now - timedelta(seconds=due_seconds_ago)
-    retried = Retrying(again_at=due, sequence=4, attempt=1, attempts=6, error="OSError")
+    retried = Retrying(again_at=due, stream="MARS", sequence=4, timestamp_ns=1, attempt=1, attempts=6, error="OSError")
     failure = last_failure(now, until=now + timedelta(seconds=30), retrying=(retried,))
     events = ConsumerInfo(name="i", config=ConsumerConfig(), time=now, num_ack_pending=ack_pending)
     progress = AgentProgress(app="field", agent="index", stream="MARS", events=events, retries=None, failure=failure)
@@ -115,8 +115,7 @@ def test_a_singleton_is_told() -> None:
 
 def test_limits_across_the_fleet_are_told() -> None:
     told = policy(limited)
-    assert told["rate limit"] == "100 in 1m, across the fleet"
-    assert told["limit"] == "1 at once for each class, stream, across the fleet"
+    assert told["limits"] == "1 at once for each class, stream, across the fleet; 100 in 1m, across the fleet"
 
 
 def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:
@@ -130,7 +129,7 @@ def test_what_was_not_declared_is_told_as_it_is_in_effect() -> None:
         "ack wait": "20 s",
         "timeout": "none",
         "order by": "none",
-        "rate limit": "none",
+        "limits": "none",
     }
 
 
@@ -145,7 +144,7 @@ def test_what_was_declared_is_told() -> None:
         "ack wait": "5 s",
         "timeout": "1.5 s",
         "order by": "date, step",
-        "rate limit": "50 a second",
+        "limits": "none",
     }
 
 

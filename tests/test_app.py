@@ -12,7 +12,7 @@ import anyio
 import pytest
 from msgspec import Struct
 
-from aviso_workers import App, Batch, Limit, Notification, Notify, Router
+from aviso_workers import App, Batch, Notification, Notify, Router, Slots
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.errors import (
     ConfigError,
@@ -287,11 +287,11 @@ class TestMistakes:
         assert of_order == f"agent 'one': order_by: {field!r} is not part of the topic; {hint}"
 
     def test_of_the_key_of_a_limit_are_told_with_what_there_is(self, app: App) -> None:
-        @app.agent("mars", limit=Limit(concurrent=1, key=["clas"]))
+        @app.agent("mars", limits=[Slots(1, by=["clas"])])
         async def one(notification: Notification[Any]) -> None: ...
 
         (mistake,) = app.mistakes()
-        assert mistake == "agent 'one': Limit: key: 'clas' is not part of the topic; did you mean 'class'?"
+        assert mistake == "agent 'one': Slots: by: 'clas' is not part of the topic; did you mean 'class'?"
 
     def test_of_the_types_of_keys_are_told_for_each_agent(self, app: App) -> None:
         @app.agent("mars")

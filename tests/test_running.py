@@ -21,7 +21,7 @@ import structlog
 from aviso_workers import App, Notification, Reject
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.provisioning import Provisioner
-from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.errors import (
     ConfigError,
     DeclarationError,
@@ -179,7 +179,7 @@ class TestTheBlock:
             task = asyncio.create_task(program())
             await work.begun.wait()
             task.cancel()
-            while not app.runs["work"].buffer.closed:
+            while not app.runs["work"].flow.closed:
                 await anyio.lowlevel.checkpoint()
             assert not work.cancelled.is_set()
             task.cancel()
@@ -380,7 +380,7 @@ class TestWhatIsSeen:
 
         app.events.listen(note, Settled)
 
-        @app.agent("mars", retry=Backoff(first=0.01))
+        @app.agent("mars", retry=RetryPolicy(first=0.01))
         async def index(notification: Notification[Any]) -> None:
             if notification.num_delivered == 1:
                 raise ValueError("boom\n2026-01-01 [info] forged")

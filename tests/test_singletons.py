@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Notify, Reject
+from aviso_workers import App, Notification, Notify, Reject, RetryPolicy
 from aviso_workers.errors import TakenOverError
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import harness
@@ -74,7 +74,7 @@ async def test_one_worker_handles_everything_in_order(app: App) -> None:
 async def test_what_fails_is_tried_again_before_anything_that_follows(app: App) -> None:
     seen: list[int] = []
 
-    @app.agent("mars", singleton=True, ack_wait=ACK_WAIT, retry=Backoff(first=60, jitter=0))
+    @app.agent("mars", singleton=True, ack_wait=ACK_WAIT, retry=RetryPolicy(first=60, jitter=0))
     async def write(notification: Notification[Any]) -> None:
         seen.append(int(notification.identifier["step"]))
 

@@ -17,13 +17,13 @@ from typing_extensions import get_protocol_members
 from aviso_workers import (
     Ack,
     App,
-    Backoff,
     Batch,
     Batching,
     Notification,
     Notify,
     Reject,
     Retry,
+    RetryPolicy,
     Router,
     Stream,
     Tick,
@@ -71,7 +71,7 @@ notification_schema:
     storage_policy: {allow_duplicates: true}
 """
 HOUR = datetime(2026, 1, 1, tzinfo=UTC)
-SOON = Backoff(first=0.1, factor=2, attempts=3, jitter=0)
+SOON = RetryPolicy(first=0.1, factor=2, attempts=3, jitter=0)
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -497,7 +497,7 @@ async def test_an_agent_of_a_router_that_is_included_twice_is_named_with_its_pre
 
 class TestUnsettled:
     async def test_is_told_with_its_reason(self, app: App, server: str | None) -> None:
-        @app.agent("mars", retry=Backoff(first=3000))
+        @app.agent("mars", retry=RetryPolicy(first=3000))
         async def index(notification: Notification[Any]) -> None:
             raise RuntimeError("no table")
 
@@ -593,7 +593,7 @@ class TestInVirtualTime:
     async def test_retries_wait_as_the_policy_says(self, app: App) -> None:
         tried: list[float] = []
 
-        @app.agent("mars", retry=Backoff(first=60, factor=10, max=3600, attempts=4, jitter=0))
+        @app.agent("mars", retry=RetryPolicy(first=60, factor=10, max=3600, attempts=4, jitter=0))
         async def index(notification: Notification[Any]) -> None:
             tried.append(t.clock.monotonic())
             raise RuntimeError("no table")
@@ -623,7 +623,9 @@ class TestInVirtualTime:
         def index_in_thread(notification: Notification[Any]) -> None:
             time.sleep(0.5)
 
-        agent: Any = app.agent("mars", timeout=0.05, retry=Backoff(attempts=1))(index_in_thread if in_thread else index)
+        agent: Any = app.agent("mars", timeout=0.05, retry=RetryPolicy(attempts=1))(
+            index_in_thread if in_thread else index
+        )
         async with harness(app, server=server) as t:
             await notify(t, 1)
             await t.settle()
@@ -633,7 +635,7 @@ class TestInVirtualTime:
     async def test_so_it_has_while_the_test_waits_for_something_else(self, app: App, server: str | None) -> None:
         ended = anyio.Event()
 
-        @app.agent("mars", timeout=0.05, retry=Backoff(attempts=1))
+        @app.agent("mars", timeout=0.05, retry=RetryPolicy(attempts=1))
         async def index(notification: Notification[Any]) -> None:
             try:
                 await anyio.sleep_forever()
@@ -648,7 +650,7 @@ class TestInVirtualTime:
             assert t.outcomes(index) == ["dead_lettered"]
 
     async def test_code_that_is_done_before_its_timeout_has_not_failed(self, app: App, server: str | None) -> None:
-        @app.agent("mars", timeout=LONG_SECONDS, retry=Backoff(attempts=1))
+        @app.agent("mars", timeout=LONG_SECONDS, retry=RetryPolicy(attempts=1))
         async def index(notification: Notification[Any]) -> None:
             await anyio.sleep(0.05)
 
@@ -663,7 +665,7 @@ class TestInVirtualTime:
             await anyio.sleep(LONG_SECONDS)
             yield Client("")
 
-        @app.agent("mars", timeout=0.05, retry=Backoff(attempts=1))
+        @app.agent("mars", timeout=0.05, retry=RetryPolicy(attempts=1))
         async def index(notification: Notification[Any], client: Client) -> None: ...
 
         async with harness(app, server=server) as t:
@@ -740,7 +742,7 @@ class TestInVirtualTime:
     async def test_a_plain_function_that_takes_it_runs_on_and_is_not_called_again_meanwhile(self, app: App) -> None:
         begun: list[float] = []
 
-        @app.agent("mars", timeout=10, concurrency=3, retry=Backoff(first=5, attempts=2, jitter=0))
+        @app.agent("mars", timeout=10, concurrency=3, retry=RetryPolicy(first=5, attempts=2, jitter=0))
         def index(notification: Notification[Any]) -> None:
             begun.append(t.clock.monotonic())
             anyio.from_thread.run(t.clock.sleep, 60)
@@ -763,7 +765,7 @@ class TestInVirtualTime:
                 ended.append(("around", t.clock.monotonic()))
                 raise
 
-        @app.agent("mars", timeout=10, retry=Backoff(attempts=1))
+        @app.agent("mars", timeout=10, retry=RetryPolicy(attempts=1))
         def index(notification: Notification[Any]) -> None:
             anyio.from_thread.run(t.clock.sleep, 60)
             ended.append(("function", t.clock.monotonic()))
@@ -803,7 +805,7 @@ class TestInVirtualTime:
     async def test_a_timeout_is_over_when_the_test_lets_time_pass(self, app: App) -> None:
         running = anyio.Event()
 
-        @app.agent("mars", timeout=60, retry=Backoff(attempts=1))
+        @app.agent("mars", timeout=60, retry=RetryPolicy(attempts=1))
         async def index(notification: Notification[Any]) -> None:
             running.set()
             await anyio.sleep_forever()
@@ -818,13 +820,14 @@ class TestInVirtualTime:
         assert [dead_letter.error for dead_letter in t.dead_letters] == ["TimeoutError: not done within 60 s"]
 
     async def test_a_stop_takes_as_much_as_it_needs(self, app: App, seen: list[int]) -> None:
-        @app.agent("mars", rate_limit=0.1, concurrency=2)
+        @app.agent("mars", concurrency=2)
         async def index(notification: Notification[Any]) -> None:
+            await t.clock.sleep(10 * step_of(notification))
             seen.append(step_of(notification))
 
         async with harness(app) as t:
             await notify(t, 1, 2)
-            await t.advance(0)  # both are taken, and one waits for its turn
+            await t.advance(0)  # both are taken
             with anyio.fail_after(PATIENCE_SECONDS):
                 await t.stop()
         assert seen == [1, 2]
@@ -1027,7 +1030,7 @@ class TestStarting:
 
 class TestDeadLetters:
     async def test_are_handed_back_and_tried_anew(self, app: App, server: str | None) -> None:
-        @app.agent("mars", retry=Backoff(attempts=1))
+        @app.agent("mars", retry=RetryPolicy(attempts=1))
         async def index(notification: Notification[Any]) -> None: ...
 
         async with harness(app, server=server) as t:
@@ -1042,7 +1045,7 @@ class TestDeadLetters:
             assert await stored(t, DEAD_LETTERS) == 0
 
     async def test_those_that_the_test_chooses_are_handed_back(self, app: App, server: str | None) -> None:
-        @app.agent("mars", retry=Backoff(attempts=1))
+        @app.agent("mars", retry=RetryPolicy(attempts=1))
         async def index(notification: Notification[Any]) -> None: ...
 
         async with harness(app, server=server) as t:
@@ -1095,7 +1098,7 @@ class TestPaused:
             assert t.outcomes(index) == ["acked"]
 
     async def test_neither_are_its_retries_nor_after_a_deploy(self, app: App, server: str | None) -> None:
-        @app.agent("mars", retry=Backoff(attempts=1))
+        @app.agent("mars", retry=RetryPolicy(attempts=1))
         async def index(notification: Notification[Any]) -> None: ...
 
         async with harness(app, server=server) as t:

@@ -243,8 +243,19 @@ class Noted(Struct, kw_only=True, eq=False):
     record: Any = None
     """The record of earlier deliveries and attempts (`verdicts.PriorRecord`); None where nothing was read, and none
     has failed here."""
-    bodiless: bool = False
-    """Whether the body of its message was dropped, or left out by the server (`headers_only`)."""
+    place: int = 0
+    """Where it is while it is held; this and the following are of `engine.dispatch`."""
+    tried: bool = False
+    """Whether it was tried before, or may have been."""
+    screened: bool = True
+    """Whether it is decided that it may begin."""
+    at_once: bool = False
+    """Whether a person has asked for it to be tried now."""
+    due: float = 0.0
+    """It does not begin before, on the agent's clock."""
+    timer: int = 0
+    line: Any = None
+    limit: Any = None
 
 
 class Delivery(Protocol):
@@ -260,7 +271,14 @@ class Delivery(Protocol):
     waited: float | None
     begin: Callable[[], Awaitable[None]] | None
     record: Any
-    bodiless: bool
+    place: int
+    tried: bool
+    screened: bool
+    at_once: bool
+    due: float
+    timer: int
+    line: Any
+    limit: Any
 
     @property
     def num_delivered(self) -> int:
@@ -283,6 +301,13 @@ class Delivery(Protocol):
 
     def nak(self, *, delay_seconds: float = 0.0) -> None:
         """Ask for it to be delivered again, after the delay."""
+
+    def redeliver(self) -> None:
+        """Ask for one that was given back with a delay to be delivered again now, whether it is `held` or not.
+
+        To be called before the delay is over: one that was delivered again meanwhile is delivered once more, beside
+        whoever handles it.
+        """
 
     def term(self, reason: str) -> None:
         """Ask for it never to be delivered again."""

@@ -169,6 +169,10 @@ class Bucket:
             if not isinstance(result, PubAck):
                 raise result
 
+    async def next(self, keys: str, *, after: int = 0) -> Entry | None:
+        found = await self._backend.message(self._stream, after + 1, next_by_subject=f"{self._prefix}{keys}")
+        return self._entry(found) if found else None
+
     async def time(self) -> datetime:
         return (await self._backend.stream_info(self._stream)).time
 

@@ -32,11 +32,10 @@ from aviso_workers.cli.targets import (
 )
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
-from aviso_workers.ops import agent_inventory, agent_report, parked
+from aviso_workers.ops import agent_inventory, agent_report
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
 from aviso_workers.ops.denials import Denials, asked
-from aviso_workers.ops.parked import Parked
 from aviso_workers.state import declarations
 from aviso_workers.state.failure_records import Retrying
 
@@ -277,11 +276,11 @@ def retrying(
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show which notifications an agent tries again next, why, and how many wait behind each by `order_by`; and those
-    that are parked: `agents retry` and `agents skip` decide on them.
+    """Show which notifications an agent retries, why, and how many wait behind each by `order_by`. `agents retry` tries
+    one again now, and `agents skip` makes a dead letter of it.
 
-    Workers record up to 50, those that are due next, every 5 seconds at most. So a notification may be listed for some
-    seconds after its next attempt was due.
+    Workers record up to 100, every 5 seconds at most: first those at which the agent is blocked, then those due first.
+    So a notification may be listed for some seconds after its next attempt was due.
 
     Example: aviso-workers agents retrying fields index_field
     """
@@ -289,17 +288,15 @@ def retrying(
     assert name is not None
     app, denied = name, Denials()
 
-    async def read(server: OpenedServer) -> tuple[list[AgentProgress], list[Parked]]:
-        everyones = await agent_report.of_deployment(server.admin, server.config, denied=denied)
-        return everyones, await asked(denied, "parked", parked.of_agent(server.admin, app, agent), [])
+    async def read(server: OpenedServer) -> list[AgentProgress]:
+        return await agent_report.of_deployment(server.admin, server.config, denied=denied)
 
-    everyones, stopped = connected(config, read, declared=True)
+    everyones = connected(config, read, declared=True)
     found = [each for each in _of_app(everyones, app) if each.agent == agent]
     if not found:
         raise NotFoundError(f"app {app} has no agent {agent} that reads one of the configured streams")
     waiting = [each for progress in found for each in progress.retrying]
-    rows = [*map(_parked_row, stopped), *map(_retrying_row, waiting)]
-    print_rows(RETRYING, rows, [*stopped, *waiting], none="nothing is tried again", as_json=as_json)
+    print_rows(RETRYING, map(_retrying_row, waiting), waiting, none="nothing is retried", as_json=as_json)
     if not as_json:
         for progress in found:
             echo(f"{progress.stream}: {progress.state_since(None)}")
@@ -308,19 +305,13 @@ def retrying(
         raise typer.Exit(1)
 
 
-RETRYING = ("sequence", "attempt", "next at", "error", "key", "behind it")
-
-
-def _parked_row(each: Parked) -> tuple[str, ...]:
-    record = each.record
-    blocked = (record.ordering_key, str(record.behind)) if record.ordering_key else ("-", "-")
-    return (str(each.sequence), f"all {record.attempts}", "parked", record.error, *blocked)
+RETRYING = ("sequence", "attempt", "waits until", "error", "key", "behind it", "blocked")
 
 
 def _retrying_row(each: Retrying) -> tuple[str, ...]:
     attempt = f"{each.attempt + 1} of {each.attempts or 'any number'}"
-    blocked = (each.key, str(each.behind)) if each.key else ("-", "-")
-    return (str(each.sequence), attempt, time_text(each.again_at), each.error, *blocked)
+    behind = (each.key, str(each.behind)) if each.key else ("-", "-")
+    return (str(each.sequence), attempt, time_text(each.again_at), each.error, *behind, "yes" if each.blocked else "no")
 
 
 async def _watch(server: OpenedServer, asked: _Asked, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""`agents pause|resume|reset|rename|rm`: control of agents on the server, whether their workers run or not."""
+"""`agents pause|resume|retry|skip|reset|rename|rm`: control of agents, whether their workers run or not."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from aviso_workers.cli.agents import agents, one_app
 from aviso_workers.cli.arguments import parse_pause
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.options import For, argument, flag, option
-from aviso_workers.cli.output import print_record, print_table
+from aviso_workers.cli.output import echo, print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
-from aviso_workers.errors import DeclarationError, NotFoundError
-from aviso_workers.ops import agent_control, parked, retirement
+from aviso_workers.errors import DeclarationError
+from aviso_workers.ops import agent_control, retirement, retried
 from aviso_workers.ops.agent_control import AgentConsumer, Reset
 from aviso_workers.ops.retirement import Retirement
+from aviso_workers.state.failure_counts import Decides
 
 __all__ = ["agents"]
 
@@ -63,7 +64,7 @@ def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
 Sequences = Annotated[
     list[int] | None, argument("SEQUENCE", "Sequences in the stream, as `agents retrying` lists them.")
 ]
-All = Annotated[bool, flag("--all", "All of the agent that are parked.")]
+All = Annotated[bool, flag("--all", "All that the agent retries, as `agents retrying` lists them.")]
 
 
 @agents.command()
@@ -74,11 +75,11 @@ def retry(
     everything: All = False,
     config: ConfigOption = None,
 ) -> None:
-    """Try parked notifications again, with all of their attempts, within a minute.
+    """Try notifications that an agent retries now, and say what becomes of each. Exit with 1 if any is not handled.
 
     Example: aviso-workers agents retry index_field 4711 --app field-index
     """
-    _decide(agent, app, config, parked.retry, sequences, everything=everything, done="tried again", skips=False)
+    _decide(agent, app, config, "retry", sequences, everything=everything)
 
 
 @agents.command()
@@ -90,11 +91,12 @@ def skip(
     yes: Yes = False,
     config: ConfigOption = None,
 ) -> None:
-    """Skip parked notifications: each becomes a dead letter within a minute, and those behind it are handled.
+    """Skip notifications that an agent retries: each becomes a dead letter, and those behind it are handled. Exit with
+    1 if any is not skipped.
 
     Example: aviso-workers agents skip index_field 4711 --app field-index --yes
     """
-    _decide(agent, app, config, parked.skip, sequences, everything=everything, done="skipped", skips=True, yes=yes)
+    _decide(agent, app, config, "skip", sequences, everything=everything, yes=yes)
 
 
 @agents.command()
@@ -270,31 +272,28 @@ def _decide(
     agent: str,
     owner: str,
     config: ConfigSource | None,
-    decide: Callable[..., Awaitable[None]],
+    decides: Decides,
     sequences: Sequence[int] | None,
     *,
     everything: bool,
-    done: str,
-    skips: bool,
     yes: bool = True,
 ) -> None:
-    """Decide on what is parked of an agent, and say how many wait behind it."""
+    """Decide about notifications that an agent retries, and say what becomes of each."""
     if bool(sequences) == everything:
         raise DeclarationError("say which: the sequences that `aviso-workers agents retrying` lists, or --all")
-    wanted = set(sequences or ())
 
     async def run(server: OpenedServer, target: AgentConsumer) -> None:
-        waiting = await parked.of_agent(server.admin, target.app, agent)
-        if unknown := wanted - {each.sequence for each in waiting}:
-            raise NotFoundError(
-                f"not parked: {', '.join(map(str, sorted(unknown)))}; `aviso-workers agents retrying` lists what is"
-            )
-        chosen = [each for each in waiting if everything or each.sequence in wanted]
-        behind = sum(each.record.behind for each in chosen)
-        without = f"; {behind} that wait behind {'it' if len(chosen) == 1 else 'them'} run without" if skips else ""
-        typer.echo(f"{len(chosen)} of {agent} to be {done}{without}")
-        confirm(yes, to="skip them")
-        await decide(server.admin, *chosen)
-        typer.echo(f"{len(chosen)} of {agent} are {done} within a minute of its workers")
+        asked = await retried.plan(server.admin, target, sequences or (), decides)
+        if decides == "skip":
+            behind = sum(each.behind for each in asked)
+            waits = f"; {behind} that wait behind them run without" if behind else ""
+            typer.echo(f"{len(asked)} of {agent} to be skipped{waits}")
+            confirm(yes, to="skip them")
+        await retried.decide(server.admin, target, asked)
+        answers = await retried.wait(server.admin, target, asked)
+        for each in answers:
+            echo(f"{each.stream}@{each.sequence}: {each.text}")
+        if not all(each.carried_out for each in answers):
+            raise typer.Exit(1)
 
     _control(agent, owner, config, run, several=True)

@@ -352,7 +352,7 @@ class ConsoleUser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         about(
             "Rights of the user. read: all pages, without payloads; payload: also payloads; pause: pause and resume "
             "agents and timers; run: have a worker run a timer at once; reset: move an agent to another position; "
-            "retry: have dead letters and parked notifications tried again; drop: erase dead letters and skip parked "
+            "retry: have dead letters and retried notifications tried again; drop: erase dead letters and skip retried "
             "notifications; apply: bring streams in line with the configuration."
         ),
     ] = ("read",)

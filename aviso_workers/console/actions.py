@@ -31,15 +31,18 @@ from aviso_workers.console.jobs import Job
 from aviso_workers.declare.agents import check_name
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, describe
 from aviso_workers.jetstream.plans import ConsumerPlan, Plan
-from aviso_workers.ops import agent_control, aviso_admin, parked, stream_policy, timer_control
+from aviso_workers.ops import agent_control, aviso_admin, retried, stream_policy, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer, end_text
 from aviso_workers.ops.doctor import Report, Scope, examine
 from aviso_workers.state import declarations
+from aviso_workers.state.failure_counts import Decides
 
 __all__ = ["ACTIONS", "Action", "Actions", "BrokenOffError", "Confirmation"]
 
 MAX_JOBS = 50
 """Jobs that are remembered; older ones are in the audit stream."""
+MAX_SAID = 5
+"""Notifications of which it is said what became of each."""
 
 
 Form = Mapping[str, str]
@@ -218,7 +221,7 @@ async def _resume_agent(actions: Actions, form: Form, _visitor: Visitor) -> Plan
 
     return PlannedAction(
         of=_name(target),
-        says=(f"{_name(target)} gets notifications again, whether it was paused or has halted.",),
+        says=(f"{_name(target)} gets notifications again.",),
         fields=_given(form, "app", "agent"),
         back=_page(target),
         run=run,
@@ -250,26 +253,31 @@ async def _reset_agent(actions: Actions, form: Form, _visitor: Visitor) -> Plann
     )
 
 
-async def _decide_parked(actions: Actions, form: Form, _visitor: Visitor, *, skips: bool) -> PlannedAction:
+async def _decide(actions: Actions, form: Form, visitor: Visitor, *, decides: Decides) -> PlannedAction:
     target = await _agent(actions, form)
-    stopped = await parked.of_agent(actions.admin, target.app, target.agent)
-    sequence = form.get("sequence", "").strip()
-    chosen = [each for each in stopped if sequence in ("", str(each.sequence))]
-    if not chosen:
-        raise NotFoundError(f"{_name(target)} has no parked notification {sequence}".rstrip())
-    behind = sum(each.record.behind for each in chosen)
-    does = "become dead letters" if skips else "are tried again, with all of their attempts"
+    sequence = dead_letters.whole_number(form.get("sequence", ""))
+    if form.get("sequence") and sequence is None:
+        raise DeclarationError("sequence: it must be a number")
+    asked = await retried.plan(
+        actions.admin, target, () if sequence is None else (sequence,), decides, by=f"{visitor.name}, console"
+    )
+    does = "become dead letters" if decides == "skip" else "are tried again now"
+    behind = sum(each.behind for each in asked)
 
     async def run(result: ActionResult) -> None:
-        await (parked.skip if skips else parked.retry)(actions.admin, *chosen)
-        result.text = f"{len(chosen)} {'skipped' if skips else 'tried again'}"
+        await retried.decide(actions.admin, target, asked)
+        answers = await retried.wait(actions.admin, target, asked)
+        result.text = "; ".join(f"{each.stream}@{each.sequence}: {each.text}" for each in answers[:MAX_SAID])
+        if (more := len(answers) - MAX_SAID) > 0:
+            carried_out = sum(each.carried_out for each in answers)
+            result.text += f"; and {more} more, of all {carried_out} as decided"
 
     return PlannedAction(
         of=_name(target),
         says=(
-            f"{len(chosen)} parked notifications of {_name(target)} {does}, within a minute.",
+            f"{len(asked)} notifications that {_name(target)} retries {does}.",
             f"{behind} notifications wait behind them by their ordering key"
-            + (", and will run without them." if skips else "."),
+            + (", and will run without them." if decides == "skip" else "."),
         ),
         fields=_given(form, "app", "agent", "sequence"),
         back=_page(target),
@@ -452,16 +460,16 @@ ACTIONS = {
         Action(name="resume-agent", title="Resume an agent", right="pause", plan=_resume_agent),
         Action(name="reset-agent", title="Reset an agent", right="reset", plan=_reset_agent),
         Action(
-            name="retry-parked",
-            title="Try parked notifications again",
+            name="retry-notifications",
+            title="Try notifications again now",
             right="retry",
-            plan=partial(_decide_parked, skips=False),
+            plan=partial(_decide, decides="retry"),
         ),
         Action(
-            name="skip-parked",
-            title="Skip parked notifications",
+            name="skip-notifications",
+            title="Skip notifications",
             right="drop",
-            plan=partial(_decide_parked, skips=True),
+            plan=partial(_decide, decides="skip"),
         ),
         Action(
             name="retry-dead-letters",

@@ -1,7 +1,7 @@
 """What has become of one notification: in the stream, and at each agent that reads it, as far as it can be known.
 
 A server says up to where a consumer has settled everything, and not what has become of a single message behind that. So
-what workers have recorded is held against it: dead letters, what is tried again, what is parked.
+what workers have recorded is held against it: dead letters, what is retried.
 """
 
 from __future__ import annotations
@@ -165,14 +165,10 @@ def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], s
     filters = progress.events.config.filters
     if filters and not matcher(filters)(message.subject):
         return Fate(view=view, state="not for it", why=f"it reads {', '.join(filters)}")
-    for each in view.parked:
-        if each.sequence == message.sequence:
-            return Fate(
-                view=view, state="parked", why=f"all {each.record.attempts} attempts failed: {each.record.error}"
-            )
     for retrying in progress.retrying:
         if retrying.sequence == message.sequence:
-            return Fate(view=view, state="retrying", why=f"failed {retrying.attempt} times: {retrying.error}")
+            state = "blocked" if retrying.blocked else "retrying"
+            return Fate(view=view, state=state, why=f"failed {retrying.attempt} times: {retrying.error}")
     found = _by_position(view, message.sequence)
     if denied and found.state == "settled":
         return structs.replace(found, state="unknown", why=f"{found.why}; whether it is a dead letter is {denied}")

@@ -17,11 +17,10 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.console.history import Rates, rates
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError, describe
-from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, parked, reports
+from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, reports, retried
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentProgress, AgentRow
 from aviso_workers.ops.denials import Denials, asked, noted
-from aviso_workers.ops.parked import Parked
 from aviso_workers.ops.reports import ServerSnapshot, StreamRow
 from aviso_workers.state import worker_records
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
@@ -47,17 +46,16 @@ TROUBLES = (
     "unknown",
     "consumer missing",
     "no consumer",
-    "halted",
-    "outage",
+    "away",
     "stuck",
-    "parked",
+    "blocked",
     "keys blocked",
     "failing",
     "retrying",
     "paused",
 )
 """States that somebody should know of, the worst first. A pause was somebody's decision."""
-CALM = ("paused", "handed back", "no worker", "catching up", "working", "idle", "never started")
+CALM = ("paused", "no worker", "catching up", "working", "idle", "never started")
 UNASKED_SECONDS = 60.0
 """After so long without a worker, an agent without a lag needs somebody: longer than a server needs for an election."""
 
@@ -80,8 +78,6 @@ class AgentView(Struct, frozen=True, kw_only=True):
     """Notifications delivered in a second."""
     lag_rate: float
     """By how many notifications the lag grows in a second."""
-    parked: list[Parked]
-    """Notifications that wait for a person."""
     unasked_seconds: float
     """For how long nobody has asked for its notifications, as far as was looked; 0 where somebody does."""
     still_seconds: float
@@ -399,7 +395,7 @@ def _view(
         catches_up = now.lag >= CATCHES_UP and (delivered > 0 or lag_rate < 0)
         still = f"nothing was delivered or settled for {still_seconds:.0f} s" if still_seconds > STALE_SECONDS else ""
         state, why = "catching up" if catches_up else state, "; ".join(filter(None, (why, still, still and nobody)))
-    elif state in ("parked", "handed back") and nobody:
+    elif state == "blocked" and nobody:
         why = f"{why}; {nobody}"
     if now.denied and state in CALM and state not in ("paused", "no worker"):
         state, why = "unknown", f"it seems {state}; more is {now.denied}"
@@ -409,7 +405,6 @@ def _view(
         why=why,
         handled_rate=max(0.0, delivered / seconds) if seconds else 0.0,
         lag_rate=lag_rate,
-        parked=[each for each in now.parked if each.stream == now.stream],
         unasked_seconds=unasked_seconds,
         still_seconds=still_seconds,
         dead_letters_of_a_day=of_a_day,
@@ -430,12 +425,12 @@ def state_of(now: AgentProgress, before: AgentProgress | None = None) -> tuple[s
         if trouble:
             return "consumer missing", trouble
         return ("no consumer" if now.record is not None and not now.record.removed else "never started"), now.why_none
-    if now.outage is not None and now.waiting:
-        return ("halted" if now.outage.halted else "outage"), now.waiting
+    if now.waiting:
+        return "away", now.waiting
     if trouble:
         return "stuck", trouble
-    if now.parked or now.handed_back:
-        return ("parked", parked.waiting_text(now.parked)) if now.parked else ("handed back", now.handed_back)
+    if now.blocked:
+        return "blocked", retried.blocked_text(now.blocked)
     if now.paused_until:
         return "paused", f"until {now.paused_until}"
     if now.failing and not _has_recovered(now):

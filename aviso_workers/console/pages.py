@@ -193,8 +193,7 @@ async def agent(question: Question) -> Page:
         "workers": [(worker, [at_work]) for view in views for worker, at_work in view.workers],
         "asked": any(view.progress.events and view.progress.events.num_waiting for view in views),
         "deploys": overview.snapshot.recorded.deploys.get(app, ()),
-        "retrying": [(view.progress.stream, each) for view in views for each in view.progress.retrying],
-        "parked": [each for view in views for each in view.parked],
+        "retrying": [each for view in views for each in view.progress.retrying],
         "versions": [
             (key[2], each)
             for key, registered in overview.snapshot.recorded.versions.items()

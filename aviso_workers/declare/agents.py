@@ -11,12 +11,12 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from types import FrameType, NoneType, UnionType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, Never, ParamSpec, Protocol, TypeVar, cast, overload
 
 from msgspec import Struct
 from typing_extensions import TypeVar as DefaultTypeVar
@@ -28,11 +28,11 @@ from aviso_workers.config.documents import YamlNode
 from aviso_workers.declare import around, durations, event_types, resources, timers
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.batches import Batch, Batching, Stream
-from aviso_workers.declare.limits import Limit, limits_of
-from aviso_workers.declare.outages import Breaker
+from aviso_workers.declare.dependencies import PATIENCE, Dependency
+from aviso_workers.declare.limits import Rate, Slots, identifier_fields, limits_in_order
 from aviso_workers.declare.outgoing import Changing
 from aviso_workers.declare.resources import Resource, Scope
-from aviso_workers.declare.retry import LONGEST_DELAY_SECONDS, Backoff
+from aviso_workers.declare.retry import LONGEST_DELAY_SECONDS, RetryPolicy
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Schedule, Timer
 from aviso_workers.declare.verdicts import Ack, Classifier, GivenUp, Reject, Retry
@@ -47,7 +47,6 @@ __all__ = [
     "check_filter",
     "check_name",
     "durable_name",
-    "exceptions",
     "included",
     "is_at_prompt",
 ]
@@ -77,25 +76,21 @@ SINGLETON_HANDLES_IN_ORDER = (
     "singleton= is for a function of a Notification without concurrency= and order_by=: "
     "it handles one at a time, in order"
 )
-SINGLETON_IS_ONE_AT_A_TIME = "limit= is for an agent without singleton=, which has one call at a time"
+SINGLETON_IS_ONE_AT_A_TIME = "Slots are for an agent without singleton=, which has one call at a time"
+BY_IS_OF_A_NOTIFICATION = "a dependency with by= is for a function of a Notification: others have many in a call"
 TIMEOUT_NEEDS_AN_END = "timeout= is for a function of a Notification or a Batch; a Stream has no end"
 RETURNS_INSTRUCTION_CLASS = "annotated to return the class Retry or Reject: return Retry() or Reject(reason) instead"
-
-
-DEFAULT_BREAKER = Breaker()
 
 
 class Policy(Struct, frozen=True, kw_only=True):
     """The policy by which an agent's notifications are handled, with times in seconds. `Router.agent` explains it."""
 
     concurrency: int = 1
-    retry: Backoff = Backoff()
+    retry: RetryPolicy = RetryPolicy()
     ack_wait: float = 20.0
     timeout: float | None = None
-    rate_limit: float | None = None
-    """Of each worker."""
-    limits: tuple[Limit, ...] = ()
-    """Of all workers together, in the order in which they are asked."""
+    limits: tuple[Rate | Slots, ...] = ()
+    """In the order in which they are asked."""
     order_by: tuple[str, ...] = ()
     batch: Batching = Batching()
     window: Windowing[Any, Any] | None = None
@@ -103,38 +98,39 @@ class Policy(Struct, frozen=True, kw_only=True):
     states_start: bool = False
     """Whether the author has stated `start`."""
     singleton: bool = False
-    breaker: Breaker | None = DEFAULT_BREAKER
-    unavailable: tuple[type[Exception], ...] = ()
-    """Exceptions that say that something is away, beside those that every breaker knows."""
-    depends_on: str | None = None
-    """The name of what the agent depends on, whose breaker it shares with others."""
+    depends_on: Dependency | None = None
+    """What the agent depends on and shares with others; None where it has one of its own (`Agent.dependency`)."""
 
     @property
     def interval_seconds(self) -> float:
         """The longest time that a rate leaves from one call to the next."""
-        of_each_worker = 1 / self.rate_limit if self.rate_limit else 0.0
-        return max(of_each_worker, *(limit.interval_seconds for limit in self.limits), 0.0)
+        return max((limit.interval_seconds for limit in self.limits if isinstance(limit, Rate)), default=0.0)
 
 
 POLICY_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "concurrency": ((int,), "a whole number"),
-    "retry": ((Backoff,), "a Backoff"),
+    "retry": ((RetryPolicy,), "a RetryPolicy"),
     "ack_wait": ((int, float), "seconds"),
     "timeout": ((int, float, NoneType), "seconds"),
-    "rate_limit": ((int, float, NoneType), "calls per second, or a Limit"),
     "batch": ((Batching,), "a Batching"),
     "window": ((Windowing, NoneType), "a Windowing"),
-    "breaker": ((Breaker, NoneType), "a Breaker, or None for none"),
+    "depends_on": ((Dependency, NoneType), "an object that app.dependency(name) has returned"),
 }
 """The types of what a decorator is given, and their names for people."""
 MOST = {
     "concurrency": 10_000,
     "ack_wait": LONGEST_DELAY_SECONDS,
     "timeout": LONGEST_DELAY_SECONDS,
-    "rate_limit": 10**9,
 }
 """The largest numbers that a decorator takes. A worker has a task for each call of `concurrency`, and a server cannot
 read an `ack_wait` of centuries."""
+OLD_WORDS: Mapping[str, str] = {
+    "rate_limit": 'limits=[Rate(100, per="1m")], which all workers of the app keep together',
+    "limit": "limits=[Slots(1)]",
+    "breaker": "depends_on=app.dependency(...)",
+    "unavailable": "depends_on=app.dependency(..., unavailable=[...])",
+}
+"""What to say in place of an argument that `agent` had before."""
 
 
 class Agent(Generic[P, R]):
@@ -266,6 +262,11 @@ class Agent(Generic[P, R]):
         other.can_be_cancelled = not other.in_thread
         return other
 
+    @property
+    def dependency(self) -> Dependency:
+        """What the agent depends on: that of `depends_on`, or one of its own with the agent's name."""
+        return self.policy.depends_on or Dependency(self.name)
+
     def durable_name(self, app: str) -> str:
         """Return the name of the durable consumer that all workers of an app share for the agent."""
         return durable_name(app, self.name)
@@ -296,15 +297,11 @@ class Agent(Generic[P, R]):
         rules = [
             (policy.batch != Batching() and form is not Batch, "batch= is for a function of a Batch"),
             (policy.window is not None and form is not Window, "window= is for a function of a Window"),
-            (policy.retry.then == "park" and form is Window, 'Backoff(then="park") is not for a function of a Window'),
             (policy.window is None and form is Window, "a function of a Window needs window=Windowing(...)"),
             (policy.order_by and form is not Notification, "order_by= is for a function of a Notification"),
-            (
-                policy.depends_on and policy.breaker is None,
-                "depends_on= names a breaker that is shared: leave out breaker=None",
-            ),
-            (policy.limits and form is not Notification, "a Limit is for a function of a Notification"),
-            (policy.singleton and any(each.concurrent for each in policy.limits), SINGLETON_IS_ONE_AT_A_TIME),
+            (self.dependency.by and form is not Notification, BY_IS_OF_A_NOTIFICATION),
+            (policy.limits and form is not Notification, "limits= is for a function of a Notification"),
+            (policy.singleton and any(isinstance(each, Slots) for each in policy.limits), SINGLETON_IS_ONE_AT_A_TIME),
             (policy.singleton and not in_turn, SINGLETON_HANDLES_IN_ORDER),
             (policy.timeout and form is Stream, TIMEOUT_NEEDS_AN_END),
             (self.in_thread and form is Stream, "a function of a Stream must be async"),
@@ -339,7 +336,13 @@ class DeclaredFunction(Protocol):
 
 D = TypeVar("D", bound=DeclaredFunction)
 Declaration = (
-    Agent[Any, Any] | Timer[Any, Any] | Task | Resource | Changing | tuple[str, Table[Any] | Counter | YamlNode]
+    Agent[Any, Any]
+    | Timer[Any, Any]
+    | Task
+    | Dependency
+    | Resource
+    | Changing
+    | tuple[str, Table[Any] | Counter | YamlNode]
 )
 """A declaration of a router: some have a name that is not their own."""
 
@@ -351,7 +354,8 @@ class Taker(Protocol):
 
 
 class Router(Generic[S]):
-    """A group of agents, timers, tasks, tables, resources, event types, and functions that run around agents.
+    """A group of agents, timers, tasks, tables, dependencies, resources, event types, and functions that run around
+    agents.
 
     An app includes it. `settings` is the msgspec Struct of the group's settings, which the configuration has under
     `workers.agents.<name>`; `app.settings(router)` returns them.
@@ -371,6 +375,8 @@ class Router(Generic[S]):
         self.timers: list[Timer[Any, Any]] = []
         self.tasks: list[Task] = []
         self.tables: dict[str, Table[Any] | Counter] = {}
+        self.dependencies: dict[str, Dependency] = {}
+        """What agents depend on, by name."""
         self.resources: list[Resource] = []
         self.event_types: list[tuple[str, YamlNode]] = []
         """By name, each as an entry of `notification_schema`."""
@@ -387,20 +393,18 @@ class Router(Generic[S]):
         where: Filter | None = None,
         name: str | None = None,
         concurrency: int = 1,
-        retry: Backoff | None = None,
+        retry: RetryPolicy | None = None,
         ack_wait: AnyDuration = 20.0,
         timeout: AnyDuration | None = None,
-        rate_limit: float | Limit | None = None,
-        limit: Limit | None = None,
+        limits: Sequence[Rate | Slots] = (),
         order_by: Sequence[str] = (),
         batch: Batching | None = None,
         window: Windowing[Any, Any] | None = None,
         start: int | str | datetime | None = None,
         singleton: bool = False,
-        breaker: Breaker | None = DEFAULT_BREAKER,
-        unavailable: Sequence[type[Exception]] = (),
-        depends_on: str | None = None,
+        depends_on: Dependency | None = None,
         decode: Callable[[bytes], Any] | None = None,
+        **old: Never,
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
 
@@ -413,15 +417,13 @@ class Router(Generic[S]):
         - `name`: the agent's name, from which that of its durable consumer is made. Keep it when you rename the
           function. Default: the function's name.
         - `concurrency`: the number of calls that one worker makes at the same time, at most 10,000.
-        - `retry`: how often and after which delays a failed notification is tried again. Default: `Backoff()`.
+        - `retry`: how often and after which delays a failed notification is tried again. Default: `RetryPolicy()`.
         - `ack_wait`: the time after which another worker is given the notifications of a worker that died. It does not
           limit a call.
         - `timeout`: the time after which a call is cancelled, which counts as a failure. A plain function is not
           cancelled: it has failed when it ends. Default: no limit.
-        - `rate_limit`: the number of calls that one worker begins in a second, at most; or `Limit(100, per="1m")`, how
-          many all workers of the app begin together. Default: no limit.
-        - `limit`: `Limit(concurrent=1)`, how many calls all workers of the app make together at the same time, at most.
-          Default: no limit.
+        - `limits`: how many calls all workers of the app begin together in a time, `Rate(100, per="1m")`, or make at
+          the same time, `Slots(1)`. A call begins when all of them let it. Default: no limit.
         - `order_by`: identifier fields. Within one worker, notifications with equal values of them are handled strictly
           one after another, also while one of them waits to be tried again.
         - `batch`: how the notifications of a `Batch` are collected. Default: `Batching()`.
@@ -431,11 +433,9 @@ class Router(Generic[S]):
           then it does not begin before it is said which.
         - `singleton`: let one worker of all that run the app handle everything, one notification at a time and in
           order. If it dies, another one takes over within `ack_wait`.
-        - `breaker`: when failures are taken for an outage of what the agent depends on, so that it waits and counts no
-          attempt. Default: `Breaker()`. With None, each failure is an attempt.
-        - `unavailable`: exceptions that say that something is away, beside those that `Breaker` names.
-        - `depends_on`: the name of what the agent depends on, such as a database. All agents of the app with this name
-          share one breaker, and wait together; see `App.breaker`. Default: the agent has a breaker of its own.
+        - `depends_on`: what the agent depends on, such as a database: an object of `dependency(...)`. While it is away,
+          no failure that says so counts as an attempt. Agents that are given the same one wait together. Default: the
+          agent has one of its own, with the defaults of `dependency`.
         - `decode`: a function that makes the payload of the bytes of a body, such as a protobuf message's `FromString`,
           instead of `T`. A body for which it raises becomes a dead letter.
 
@@ -445,28 +445,26 @@ class Router(Generic[S]):
         Raises `DeclarationError`.
         """
         _check_text("agent", "event_type", event_type, 'the name of an event type, as in @app.agent("mars")')
+        _refuse_old_words(old)
         filtered = check_filter(where)
-        fields = _fields(order_by)
-        limits = limits_of(rate_limit, limit)
+        fields = identifier_fields("agent: order_by=", order_by)
+        asked = limits_in_order(limits)
 
         def declare(function: Callable[P, R]) -> Agent[P, R]:
             itself = function.function if isinstance(function, Agent) else function  # declared for another one already
             policy = Policy(
                 concurrency=concurrency,
-                retry=Backoff() if retry is None else retry,
+                retry=RetryPolicy() if retry is None else retry,
                 ack_wait=_seconds(name or _name_of(itself), "ack_wait", ack_wait),
                 timeout=None if timeout is None else _seconds(name or _name_of(itself), "timeout", timeout),
-                rate_limit=None if isinstance(rate_limit, Limit) else rate_limit,
-                limits=limits,
+                limits=asked,
                 order_by=fields,
                 batch=Batching() if batch is None else batch,
                 window=window,
                 start="all" if start is None else _start(name or _name_of(itself), start),
                 states_start=start is not None,
                 singleton=singleton,
-                breaker=breaker,
-                unavailable=exceptions(f"agent {name or _name_of(itself)!r}", unavailable),
-                depends_on=None if depends_on is None else check_name("agent: depends_on", depends_on),
+                depends_on=depends_on,
             )
             agent = Agent(itself, event_type=event_type, where=filtered, name=name, policy=policy, decode=decode)
             if isinstance(function, Agent):
@@ -563,6 +561,33 @@ class Router(Generic[S]):
         self._add_table(name, counter, again=_is_called_at_prompt(sys._getframe(1)))
         return counter
 
+    def dependency(
+        self,
+        name: str,
+        *,
+        unavailable: Sequence[type[Exception]] = (),
+        patience: AnyDuration = PATIENCE,
+        by: Sequence[str] = (),
+    ) -> Dependency:
+        """Declare what agents depend on, such as a database, which are given it as `depends_on=`.
+
+        While it is away, agents try one call a second and go on when one succeeds. What fails because it is away is
+        tried again without a failed attempt.
+
+        - `unavailable`: exceptions that say that it is away, beside `Unavailable` and the errors of connections, which
+          every agent knows.
+        - `patience`: how long a notification is tried again without a failed attempt: a number of seconds, a text such
+          as `12h`, or a timedelta. After that it becomes a dead letter. With 0, such a failure is an attempt as any
+          other. Default: a day.
+        - `by`: identifier fields that are part of the topic. Then it is away for one value of them alone, as a tenant
+          whose server asks to wait.
+
+        The `Dependency` says whether it is away. Raises `DeclarationError`.
+        """
+        made = Dependency(check_name("dependency", name), unavailable=unavailable, patience=patience, by=by)
+        self._add_dependency(made, again=_is_called_at_prompt(sys._getframe(1)))
+        return made
+
     def event_type(
         self,
         name: str,
@@ -617,6 +642,12 @@ class Router(Generic[S]):
             raise self._twice("table", name)
         self.tables[name] = table
         self._tell((name, table), again=again)
+
+    def _add_dependency(self, dependency: Dependency, *, again: bool) -> None:
+        if dependency.name in self.dependencies and not again:
+            raise self._twice("dependency", dependency.name)
+        self.dependencies[dependency.name] = dependency
+        self._tell(dependency, again=again)
 
     @overload
     def resource(self, function: Callable[P, R], /) -> Callable[P, R]: ...
@@ -748,6 +779,7 @@ class Router(Generic[S]):
     def _declarations(self) -> list[Declaration]:
         """Return all that the router has, but for what runs around its agents."""
         return [
+            *self.dependencies.values(),  # before the agents that are given them
             *self.agents,
             *self.timers,
             *self.tasks,
@@ -822,14 +854,12 @@ def _check_text(decorator: str, argument: str, found: object, wanted: str) -> No
         raise DeclarationError(f"{decorator}: {argument} must be {wanted}, found {found!r:.100}")
 
 
-def _fields(order_by: object) -> tuple[str, ...]:
-    """Return the identifier fields of `order_by`. Raises `DeclarationError`."""
-    fields = order_by if isinstance(order_by, Collection) and not isinstance(order_by, str) else (None,)
-    if not all(isinstance(field, str) for field in fields):
-        raise DeclarationError(
-            f'agent: order_by= must be a list of identifier fields, as in order_by=["step"], found {order_by!r:.100}'
-        )
-    return tuple(fields)
+def _refuse_old_words(given: Mapping[str, object]) -> None:
+    """Raise `DeclarationError` for an argument of `agent` that has another name now, and TypeError for any other."""
+    for word in given:
+        if word in OLD_WORDS:
+            raise DeclarationError(f"agent: {word}= is gone: say {OLD_WORDS[word]}")
+        raise TypeError(f"agent() got an unexpected keyword argument {word!r}")
 
 
 def _check_kinds(agent: str, kinds: Sequence[object]) -> None:
@@ -868,15 +898,6 @@ def _routine(function: Callable[P, R]) -> Callable[P, R]:
     if not isinstance(function, partial) and not inspect.isroutine(function) and callable(function):
         return cast(Callable[P, R], function.__call__)  # type: ignore[operator]
     return function
-
-
-def exceptions(owner: str, kinds: object) -> tuple[type[Exception], ...]:
-    """Return the exceptions that are given as `unavailable`. Raises `DeclarationError` for anything else."""
-    found = tuple(kinds) if isinstance(kinds, Sequence) else (kinds,)
-    for kind in found:
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            raise DeclarationError(f"{owner}: unavailable= takes classes of exceptions, found {kind!r:.100}")
-    return found
 
 
 def _seconds(name: str, argument: str, duration: object) -> float:

@@ -2,98 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Literal
-
-from msgspec import Struct, structs
+from collections.abc import Collection, Sequence
+from datetime import timedelta
 
 from aviso_workers.aviso.literals import AnyDuration, Duration
 from aviso_workers.declare import durations
-from aviso_workers.declare.retry import is_number
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["LONGEST_PER_SECONDS", "Limit", "limits_of"]
+__all__ = ["Rate", "Slots", "identifier_fields", "limits_in_order"]
 
-LONGEST_PER_SECONDS = 86400.0
-MOST = 10**9
-MOST_CONCURRENT = 100
+LEAST_PER_SECONDS, LONGEST_PER_SECONDS = 0.001, 86400.0
+MOST_CALLS = 10**9
+MOST_SLOTS = 100
 """Each is a lease of its own."""
 
 
-class Limit(Struct, frozen=True):
-    """A limit of an agent across the fleet: all workers of the app on all machines keep it together.
+class Rate:
+    """So many calls of an agent begin in a time, at most. All workers of the app on all machines keep it together.
 
-    `Limit(100, per="1m")`, for `rate_limit=`, lets a hundred calls begin in a minute, evenly spaced. `per` is a number
-    of seconds, a text such as `1m`, or a timedelta, at most a day. `Limit(concurrent=1)`, for `limit=`, lets one call
-    run at a time. With `key`, identifier fields that are part of the topic, there is a limit for each of their values.
+    `Rate(100, per="1m")` lets a hundred calls begin in a minute, evenly spaced. `per` is a number of seconds, a text
+    such as `1m`, or a timedelta, from 1 ms to a day, and is kept as a timedelta. With `by`, identifier fields that are
+    part of the topic, there is a rate for each of their values.
 
-    Workers lease what they use of a limit in a bucket of the app. One that cannot reach it begins nothing. Raises
-    `DeclarationError` for anything else.
+    Workers lease the calls in a bucket of the app. One that cannot reach it begins nothing. Raises `DeclarationError`
+    for anything else.
     """
 
-    number: float = 0.0
-    """How many calls begin in the time `per`; 0 where it is a limit of those that run at once."""
-    per: float = 0.0
-    """Seconds."""
-    key: tuple[str, ...] = ()
-    across: Literal["fleet"] = "fleet"
-    """Of whom the limit is; a plain number for `rate_limit=` is one of each worker."""
-    concurrent: int = 0
-    """How many calls run at once; 0 where it is a limit of those that begin in a time."""
-
-    if TYPE_CHECKING:  # it is given any duration and any fields, and has seconds and a tuple
-
-        def __init__(
-            self,
-            number: float = 0.0,
-            per: AnyDuration = 0.0,
-            key: Collection[str] = (),
-            across: Literal["fleet"] = "fleet",
-            concurrent: int = 0,
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
-        structs.force_setattr(self, "per", durations.seconds("Limit: per", self.per))
-        fields = self.key if isinstance(self.key, Collection) and not isinstance(self.key, str) else (None,)
-        structs.force_setattr(self, "key", tuple(fields))
-        if not all(isinstance(field, str) for field in fields):
-            raise DeclarationError('Limit: key must be a list of identifier fields, as in key=["class"]')
-        if self.across != "fleet":
-            raise DeclarationError(
-                f'Limit: across must be "fleet", found {self.across!r:.100}; rate_limit=10 and concurrency=10 are '
-                "limits of each worker"
-            )
-        if not (is_number(self.number) and is_number(self.concurrent) and bool(self.number) != bool(self.concurrent)):
-            raise DeclarationError('Limit: say either Limit(100, per="1m") or Limit(concurrent=1)')
-        if self.concurrent:
-            if not (isinstance(self.concurrent, int) and 0 < self.concurrent <= MOST_CONCURRENT) or self.per:
-                raise DeclarationError("Limit: concurrent must be a whole number from 1 to 100, without per")
-        elif not (0 < self.number <= MOST and 0 < self.per <= LONGEST_PER_SECONDS):
-            raise DeclarationError(
-                f"Limit: give a number above 0 and at most {MOST}, and per above 0 s and at most a day, as in "
-                f'Limit(100, per="1m"); found {self.number!r:.100} and {self.per:g} s'
-            )
-        elif self.interval_seconds > LONGEST_PER_SECONDS:
-            raise DeclarationError(f"Limit: it must let one begin in a day, found {self.number:g} in {self.per:g} s")
+    def __init__(self, count: int, per: AnyDuration, *, by: Sequence[str] = ()) -> None:
+        self.count = _count("Rate", count, most=MOST_CALLS)
+        seconds = durations.seconds("Rate: per", per)
+        if not LEAST_PER_SECONDS <= seconds <= LONGEST_PER_SECONDS:
+            raise DeclarationError(f'Rate: per must be from 1 ms to a day, as in per="1m", found {per!r:.100}')
+        self.per = timedelta(seconds=seconds)
+        self.by = identifier_fields("Rate: by", by)
 
     @property
     def interval_seconds(self) -> float:
-        """The time from one call to the next; 0 for a limit of those that run at once."""
-        return self.per / self.number if self.number else 0.0
+        """The time from one call to the next."""
+        return self.per.total_seconds() / self.count
 
-    @property
-    def text(self) -> str:
-        """The limit for people."""
-        each = f" for each {', '.join(self.key)}" if self.key else ""
-        what = f"{self.concurrent} at once" if self.concurrent else f"{self.number:g} in {Duration(self.per)}"
-        return f"{what}{each}, across the fleet"
+    def __str__(self) -> str:
+        seconds = self.per.total_seconds()
+        per = str(Duration(seconds)) if seconds.is_integer() else f"{seconds:g}s"
+        return f"{self.count} in {per}{_for_each(self.by)}, across the fleet"
+
+    def __repr__(self) -> str:
+        return f"<Rate {self}>"
 
 
-def limits_of(rate_limit: object, limit: object) -> tuple[Limit, ...]:
-    """Return the limits across the fleet that a decorator is given. Raises `DeclarationError`."""
-    if isinstance(rate_limit, Limit) and not rate_limit.number:
-        raise DeclarationError("agent: rate_limit= takes Limit(100, per=...); give Limit(concurrent=...) as limit=")
-    if limit is not None and not (isinstance(limit, Limit) and limit.concurrent):
-        raise DeclarationError('agent: limit= takes Limit(concurrent=1, ...); give Limit(100, per="1m") as rate_limit=')
-    # A token is spent where it is asked for, and so last: a place among those that run at once can be given back.
-    return tuple(found for found in (limit, rate_limit) if isinstance(found, Limit))
+class Slots:
+    """So many calls of an agent run at the same time, at most. All workers of the app on all machines keep it together.
+
+    `Slots(1)` lets one call run at a time; at most 100 can be given. With `by`, identifier fields that are part of the
+    topic, there are as many slots for each of their values: `Slots(1, by=["class"])` is a mutex for each class.
+
+    Workers lease the slots in a bucket of the app. One that cannot reach it begins nothing. Raises `DeclarationError`
+    for anything else.
+    """
+
+    def __init__(self, count: int, *, by: Sequence[str] = ()) -> None:
+        self.count = _count("Slots", count, most=MOST_SLOTS)
+        self.by = identifier_fields("Slots: by", by)
+
+    def __str__(self) -> str:
+        return f"{self.count} at once{_for_each(self.by)}, across the fleet"
+
+    def __repr__(self) -> str:
+        return f"<Slots {self}>"
+
+
+def limits_in_order(limits: object) -> tuple[Rate | Slots, ...]:
+    """Return the limits of a decorator in the order in which they are asked, the slots first: what a rate grants is
+    spent by asking, and a slot can be given back. Raises `DeclarationError`.
+    """
+    given = [limit for limit in limits if isinstance(limit, Rate | Slots)] if isinstance(limits, Collection) else []
+    if not isinstance(limits, Collection) or len(given) < len(limits):
+        raise DeclarationError(
+            f'agent: limits= takes a list, as in limits=[Rate(100, per="1m"), Slots(1)], found {limits!r:.100}'
+        )
+    if len({(type(limit), frozenset(limit.by)) for limit in given}) < len(given):
+        raise DeclarationError(
+            f"agent: limits= has two of a kind by the same fields, of which the lower one alone counts: {limits!r:.200}"
+        )
+    return tuple(sorted(given, key=lambda limit: isinstance(limit, Rate)))
+
+
+def identifier_fields(what: str, given: object) -> tuple[str, ...]:
+    """Return the identifier fields that are given for `what`. Raises `DeclarationError`, which begins with it."""
+    fields = given if isinstance(given, Collection) and not isinstance(given, str) else (None,)
+    if not all(isinstance(field, str) for field in fields):
+        raise DeclarationError(f'{what} must be a list of identifier fields, as in ["class"], found {given!r:.100}')
+    return tuple(fields)
+
+
+def _count(kind: str, count: object, *, most: int) -> int:
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= most:
+        raise DeclarationError(f"{kind}: the count must be a whole number from 1 to {most}, found {count!r:.100}")
+    return count
+
+
+def _for_each(fields: tuple[str, ...]) -> str:
+    return f" for each {', '.join(fields)}" if fields else ""

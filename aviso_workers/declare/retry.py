@@ -1,7 +1,7 @@
 """How often and how fast something is tried again: handlers, publishes, subscriptions, key-value, processes, Spark.
 
 Pure: who tries asks here for the wait before the next try, and waits by a clock of its own. What becomes of a
-notification that was not handled is decided in `verdicts`, by the same `Backoff`.
+notification that was not handled is decided in `verdicts`, by a `RetryPolicy`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from numbers import Real
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from msgspec import Struct, structs
 
@@ -17,9 +17,21 @@ from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.declare import durations
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["LONGEST_DELAY_DAYS", "LONGEST_DELAY_SECONDS", "Backoff", "Restarts", "RetryShare", "Tries", "is_number"]
+__all__ = [
+    "LONGEST_DELAY_DAYS",
+    "LONGEST_DELAY_SECONDS",
+    "USUAL_ATTEMPTS",
+    "Backoff",
+    "Restarts",
+    "RetryPolicy",
+    "RetryShare",
+    "Tries",
+    "is_number",
+]
 
 LONGEST_DELAY_DAYS = 366
+USUAL_ATTEMPTS = 6
+"""How often a notification is tried by default. An agent without a limit is blocked at one that has failed so often."""
 LONGEST_DELAY_SECONDS = LONGEST_DELAY_DAYS * 86400
 """The longest delay before something is tried again. The server would take one of more than 292 years for none."""
 
@@ -32,67 +44,83 @@ _SENSIBLE = {
     "first": (0, LONGEST_DELAY_SECONDS),
     "factor": (1, 1000),
     "max": (0, math.inf),
-    "attempts": (1, math.inf),
     "jitter": (0, 1),
 }
 
 
 class Backoff(Struct, frozen=True, kw_only=True):
-    """How often and after which delays a failed notification is tried again.
-
-    It is tried `attempts` times in all, and becomes a dead letter after the last one. With `then="park"`, it is parked
-    instead: it stays where it is, with `order_by` before all others of its key, until a person has it tried again or
-    skips it (`aviso-workers agents retry|skip`). The delay after the n-th failure
-    is `first * factor ** (n - 1)`, at most `max` and 366 days. Both are a number of seconds, a text such as `30s`, or a
-    timedelta; they are kept as seconds. The delay is varied by plus or minus `jitter`,
-    a share of it, so that notifications which failed together do not come back together.
-
-    The defaults wait for 71 seconds in all. With handlers of up to 8 seconds, all six attempts are within a duplicate
-    window of 2 minutes, so that what each of them publishes is stored once. Raises `DeclarationError` for numbers out
-    of range.
-    """
+    """The growing delays before something that failed is tried again: see `RetryPolicy`."""
 
     first: float = 1.0
     factor: float = 2.5
     max: float = 600.0
-    attempts: float = 6
-    """The number of attempts in all, a whole number, or `math.inf` for no end. After the last one, the notification
-    becomes a dead letter."""
     jitter: float = 0.1
-    then: Literal["dead_letter", "park"] = "dead_letter"
-    """What becomes of it after the last attempt."""
 
     if TYPE_CHECKING:  # it is given any duration, and has seconds
 
         def __init__(
-            self,
-            *,
-            first: AnyDuration = 1.0,
-            factor: float = 2.5,
-            max: AnyDuration = 600.0,
-            attempts: float = 6,
-            jitter: float = 0.1,
-            then: Literal["dead_letter", "park"] = "dead_letter",
+            self, *, first: AnyDuration = 1.0, factor: float = 2.5, max: AnyDuration = 600.0, jitter: float = 0.1
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        kind = type(self).__name__
         for name in ("first", "max"):
             if not is_number(given := getattr(self, name)):
-                structs.force_setattr(self, name, durations.seconds(f"Backoff: {name}", given))
+                structs.force_setattr(self, name, durations.seconds(f"{kind}: {name}", given))
         for name, (least, most) in _SENSIBLE.items():
             found = getattr(self, name)
             if not (is_number(found) and least <= found <= most):
-                raise DeclarationError(f"Backoff: {name} must be a number from {least} to {most}, found {found!r:.100}")
-        if not (isinstance(self.attempts, int) or self.attempts == math.inf):
-            raise DeclarationError(f"Backoff: attempts must be a whole number, found {self.attempts!r:.100}")
-        if self.then not in ("dead_letter", "park"):
-            raise DeclarationError(f'Backoff: then must be "dead_letter" or "park", found {self.then!r:.100}')
+                raise DeclarationError(f"{kind}: {name} must be a number from {least} to {most}, found {found!r:.100}")
 
     def delay_seconds(self, failures: int) -> float:
         """Return the wait after this many failures, jitter included."""
         # The exponent is capped so that a forever-retrying policy cannot overflow a float.
         plain = min(self.max, self.first * self.factor ** min(failures - 1, 64), LONGEST_DELAY_SECONDS)
         return plain * random.uniform(1 - self.jitter, 1 + self.jitter)
+
+
+class RetryPolicy(Backoff, frozen=True):
+    """How often and after which delays a failed notification is tried again.
+
+    It is tried `attempts` times in all, and becomes a dead letter after the last one. With `attempts=None` it is tried
+    until it succeeds or a person skips it (`aviso-workers agents skip`); with `order_by`, all others of its key wait
+    behind it. After 6 failures the agent is shown as blocked at it.
+
+    The delay after the n-th failure is `first * factor ** (n - 1)`, at most `max` and 366 days. Both are a number of
+    seconds, a text such as `30s`, or a timedelta; they are kept as seconds. The delay is varied by plus or minus
+    `jitter`, a share of it, so that notifications which failed together do not come back together.
+
+    The defaults wait for 71 seconds in all. With handlers of up to 8 seconds, all six attempts are within a duplicate
+    window of 2 minutes, so that what each of them publishes is stored once. Raises `DeclarationError` for numbers out
+    of range.
+    """
+
+    attempts: int | None = USUAL_ATTEMPTS
+    """The number of attempts in all; None for no end. After the last one, the notification becomes a dead letter."""
+
+    if TYPE_CHECKING:  # it is given any duration, and has seconds
+
+        def __init__(
+            self,
+            attempts: int | None = USUAL_ATTEMPTS,
+            *,
+            first: AnyDuration = 1.0,
+            factor: float = 2.5,
+            max: AnyDuration = 600.0,
+            jitter: float = 0.1,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        found = self.attempts
+        if found is not None and not (isinstance(found, int) and not isinstance(found, bool) and found >= 1):
+            raise DeclarationError(
+                f"RetryPolicy: attempts must be a whole number from 1 on, or None for no end, found {found!r:.100}"
+            )
+
+    def is_last(self, failures: int) -> bool:
+        """Return whether no attempt is left after this many failures."""
+        return self.attempts is not None and failures >= self.attempts
 
 
 class Tries:

@@ -17,11 +17,10 @@ from typing_extensions import TypeVar
 from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
-from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECONDS, Backoff
+from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECONDS, RetryPolicy
 from aviso_workers.errors import DeclarationError
 
 __all__ = [
-    "PARKED",
     "Ack",
     "Again",
     "Classifier",
@@ -54,8 +53,6 @@ RECORDED_FROM = 2
 SUSPECT_AFTER = 2
 """After so many deliveries without a failure a notification is run alone where no such record can be stored. Elsewhere
 the number of deliveries says nothing: workers that stop, and those of another version, give back without a failure."""
-PARKED_SECONDS = 60.0
-"""How often it is looked whether a person has decided on a notification that is parked."""
 LEAST_UNCOUNTED_SECONDS = 1.0
 """The shortest delay after a failure that is not counted: nothing else bounds how often there are such failures."""
 UNCOUNTED_DELIVERIES = 20
@@ -175,13 +172,24 @@ class PriorRecord(Struct, frozen=True, kw_only=True):
 
     uncounted: int = 0
     """How many calls failed in a way that is no failed attempt, as far as this process knows."""
+    away_since: float = 0.0
+    """When it failed first because something is away, in seconds since 1970; 0 where it never did."""
+    waits: int = 0
+    """How often its wait after such a failure has grown, as far as this process knows."""
+    succeeded: int = 0
+    """How many others had succeeded here when it failed so the last time."""
+
+    @property
+    def tried(self) -> bool:
+        """Whether a call has failed for it."""
+        return bool(self.failures or self.uncounted or self.away_since)
 
     def handed_over(self, num_delivered: int) -> int:
         """Return how often the notification was handed to the agent, where the server says `num_delivered`."""
         return num_delivered + self.failures + self.uncounted - self.ended
 
 
-Known = Literal["run", "run_recorded", "run_alone", "worker_died", "max_deliveries", "parked"]
+Known = Literal["run", "run_recorded", "run_alone", "worker_died", "max_deliveries"]
 """What to do with a notification that is delivered again; see `before_handling`."""
 Verdict = Again | DeadLetter
 Settlement = Ack | Nak | Term
@@ -195,8 +203,6 @@ Classifier = Callable[[Exception], Retry | Reject | Ack | None]
 """A function of `on_error`, which answers an exception with one of these; None is not an answer."""
 FinalReason = Literal["undecodable", "invalid_notification", "late", "max_deliveries", "skipped"]
 """Why a notification would fail each time that it is tried, or is not tried any more."""
-PARKED = Again(after_seconds=PARKED_SECONDS, reason="parked")
-"""The verdict on a notification that waits for a person."""
 
 
 class Failure(Struct, frozen=True):
@@ -231,18 +237,15 @@ class OtherVersionError(Exception):
         super().__init__(str(error))
 
 
-def before_handling(record: PriorRecord, *, num_delivered: int, retry: Backoff) -> Known:
+def before_handling(record: PriorRecord, *, num_delivered: int, retry: RetryPolicy) -> Known:
     """Return what to do with a notification that is delivered again, before its handler is run.
 
-    `parked` is one that has had all attempts and waits for a person. `run_recorded` is after a record that it begins.
-    `worker_died` counts as a failed attempt, `max_deliveries` is the
+    `run_recorded` is after a record that it begins. `worker_died` counts as a failed attempt, `max_deliveries` is the
     end where failures cannot be counted.
     """
-    if retry.then == "park" and record.failures >= retry.attempts:
-        return "parked"
     if record.began == "alone":
         return "worker_died"
-    if not record.stored and num_delivered - 1 - UNCOUNTED_DELIVERIES >= retry.attempts:
+    if not record.stored and retry.is_last(num_delivered - 1 - UNCOUNTED_DELIVERIES):
         return "max_deliveries"
     unexplained = num_delivered - 1 - record.ended
     if record.began or (not record.stored and unexplained >= SUSPECT_AFTER):
@@ -296,15 +299,13 @@ def uncounted_seconds(failure: Failure) -> float | None:
     return instruction.after if isinstance(instruction, Retry) and not instruction.counts else None
 
 
-def decide(failure: Failure, *, failures: int, retry: Backoff) -> Verdict:
+def decide(failure: Failure, *, failures: int, retry: RetryPolicy) -> Verdict:
     """Return the verdict on a failure. `failures` is how often the notification failed before."""
     if isinstance(failure.instruction, Reject):
         return DeadLetter(reason="rejected")
     if failure.final and failure.instruction is None:
         return DeadLetter(reason=failure.final)
-    if failures + 1 >= retry.attempts and retry.then == "park":
-        return PARKED
-    if failures + 1 >= retry.attempts:
+    if retry.is_last(failures + 1):
         return DeadLetter(reason="worker_died" if failure.worker_died else "attempts_exhausted")
     after = failure.instruction.after if failure.instruction is not None else None
     return Again(

@@ -2,7 +2,7 @@
 
 `Settler` ends the deliveries of an agent: it has a failure judged (`verdicts.decide`), stores the dead letter before
 the original is terminated, counts the failure before the delivery is given back, and states the end. It judges windows
-as well. A failure of which the agent's breaker says that it is an outage counts as no attempt.
+as well. It tells `outages` how calls have ended. A failure because something is away counts as no attempt.
 
 Modules that settle a delivery without running a handler pass a `Settlement` to `settle`: delayed delivery,
 `shared_filters` for what another version wants, `repeats` for what was settled before.
@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from aviso_workers import clocks
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import printable
+from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.retry import Backoff, RetryShare
 from aviso_workers.declare.verdicts import (
-    PARKED,
     Ack,
     Again,
     DeadLetter,
@@ -39,15 +40,17 @@ from aviso_workers.declare.verdicts import (
     Term,
     Verdict,
 )
-from aviso_workers.engine.agent_breakers import AgentBreaker
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
+from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.failure_recorder import LastFailures
+from aviso_workers.engine.flow import Flow
+from aviso_workers.engine.outages import KeyGate, Outage
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
-from aviso_workers.errors import BackendError, line_of
+from aviso_workers.errors import BackendError, SkippedError, line_of
 from aviso_workers.events import (
+    UNAVAILABLE,
     Acked,
     DeadLettersRefused,
     DeadLettersStored,
@@ -58,10 +61,11 @@ from aviso_workers.events import (
     Suspected,
 )
 from aviso_workers.jetstream import answers, error_codes
-from aviso_workers.state.failure_counts import ParkedRecord
+from aviso_workers.state import failure_records
+from aviso_workers.state.failure_counts import Outcome
 from aviso_workers.state.failure_records import Retrying
 
-__all__ = ["NO_ATTEMPT", "UNAVAILABLE", "Settler", "give_back", "leave_to_others", "settle", "settle_again"]
+__all__ = ["NO_ATTEMPT", "Settler", "give_back", "leave_to_others", "settle", "settle_again"]
 
 STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
@@ -81,13 +85,26 @@ class _Outcome(NamedTuple):
     again_in_seconds: float = 0.0
 
 
-UNAVAILABLE = "unavailable"
-"""The reason of `Failed` where the failure is taken for an outage, and counts as no attempt."""
 UNCOUNTED = "uncounted"
 """The reason of `Failed` where the agent said `Retry(counts=False)`."""
 NO_ATTEMPT = (UNAVAILABLE, UNCOUNTED)
+AWAY = Backoff(first=1.0, factor=2.0, max=60.0, jitter=0.5)
+"""When a notification is tried again that failed because something is away. The wait grows only where others have
+succeeded meanwhile: else its failure says nothing of itself, and it would come late when the outage ends."""
+UNTRIED = Backoff(first=15.0, max=15.0, jitter=1 / 3)
+"""For how long a notification is left to others that was not tried while the pace was shut."""
+UNTRIED_LEAST_SECONDS = 1.0
+"""What comes by itself within this time is not called back: another worker may have it already."""
+MAX_UNTRIED = 10_000
+"""How many of those are called back when the pace opens."""
+LATER_SECONDS = (10.0, 20.0)
+"""How much later a retry is delivered that finds too many of its kind here."""
 ON_ERROR = "on_error"
 """The reason of `Settled` where an `on_error` function returned `Ack()`."""
+ENDS: Mapping[SettledOutcome, Outcome] = {"acked": "handled", "retried": "failed", "dead_lettered": "dead_letter"}
+"""What is told of an outcome to a person who has decided about the notification."""
+LONGEST_ERROR = 200
+"""The most characters of an error that are recorded of a notification that is retried."""
 ACKED = _Outcome("acked")
 TAKEN_OVER = _Outcome("retried", "taken_over")
 OTHER_VERSION = Backoff(first=0.05, factor=1.3, max=5.0, jitter=0.5)
@@ -144,32 +161,45 @@ class Settler:
         agent: Agent[Any, Any],
         *,
         stream: str,
-        buffer: Buffer,
+        flow: Flow,
         repeats: Repeats,
         failures: Failures,
+        decisions: Decisions,
         dead_letters: DeadLetterStore,
         last_failures: LastFailures,
         shield: Shield,
         clock: Clock,
         events: Events,
-        breaker: AgentBreaker | None = None,
+        outage: Outage,
+        gate: KeyGate | None = None,
         on_dead_letter: OnDeadLetter | None = None,
     ) -> None:
         self._agent = agent
+        self._stream = stream
         self._on_dead_letter = on_dead_letter
-        self._breaker = breaker
+        self.outage = outage
+        self._gate = gate
+        """The keys of what the agent depends on, where it has keys of its own."""
+        self._depends = agent.policy.window is None
+        """Whether the handling of a notification asks what the agent depends on. The function of a window does."""
+        self._together = agent.form is not Notification
+        """Whether a call takes several notifications."""
+        self._stays = agent.policy.singleton or flow.ordered
+        """Whether what waits stays with the worker, as it would come back in another order."""
+        self._untried: deque[tuple[float, Delivery]] = deque(maxlen=MAX_UNTRIED)
+        """What was left to others without being tried, each with when it is delivered again."""
         self.successes = 0
         """How many deliveries have succeeded."""
         self._attempts = agent.policy.retry.attempts
-        self._buffer = buffer
+        self._flow = flow
         self._repeats = repeats
         self._failures = failures
+        self._decisions = decisions
         self._last_failures = last_failures
         self._shield = shield
         self._dead_letters = dead_letters
         self._writer = _DeadLetterWriter(agent.name, dead_letters, stream=stream, clock=clock, events=events)
-        if breaker is not None:
-            breaker.attach(self)
+        outage.join(agent.name, flow if self._depends else None, most=flow.workers, on_open=self.call_back)
         self._clock = clock
         self._events = events
         self._hear_each = events.listeners(Settled)
@@ -181,9 +211,25 @@ class Settler:
         self._finished = 0
         """How many deliveries had succeeded when the last one failed."""
 
-    def give_back_waiting(self, *, delay_seconds: float) -> None:
-        """Nak the deliveries whose handling has not begun, for workers that can handle them."""
-        give_back(self._buffer.withdraw(), delay_seconds=delay_seconds)
+    def _leave_untried(self) -> None:
+        """Leave to others what is ready and was not tried, while the pace is shut: what lies behind it comes here, and
+        a worker that is cut off keeps nothing from those that are not."""
+        if self._stays or not self._depends or not self.outage.pace.is_shut:
+            return
+        now = self._clock.monotonic()
+        for delivery in self._flow.withdraw_untried():
+            delay = UNTRIED.delay_seconds(1)
+            delivery.nak(delay_seconds=delay)
+            self._failures.note_postponed(delivery, delivery.record or FRESH)
+            self._untried.append((now + delay, delivery))
+
+    def call_back(self) -> None:
+        """Have delivered at once what was left to others without being tried, as the pace opens or the worker ends."""
+        now = self._clock.monotonic()
+        for due, delivery in self._untried:
+            if due - now > UNTRIED_LEAST_SECONDS and delivery.held:
+                delivery.nak()
+        self._untried.clear()
 
     def note_unsigned(self, message: Message) -> None:
         """State that a notification is suspected, where it has no headers and is a server's answer."""
@@ -193,38 +239,47 @@ class Settler:
 
     async def ack_unmatched(self, delivery: Delivery) -> None:
         """Ack a delivery that the agent did not ask for: the server's filter is wider than the agent's."""
-        if self._buffer.holds(delivery):
-            record = self._buffer.record_of(delivery)
+        if self._flow.holds(delivery):
+            record = delivery.record
             self._ack(delivery)
             if record is not None:
                 await self._failures.forget(delivery, record)
         else:
-            self._buffer.finish(delivery)
+            self._flow.finish(delivery)
 
     def postpone(self, delivery: Delivery, record: PriorRecord) -> bool:
         """Give a retry that is due back for later where retries have had their share of the time and something new
         waits; return whether. It counts as no attempt.
         """
-        if self._buffer.ordered or not delivery.num_pending:
+        if self._flow.ordered or not delivery.num_pending:
             return False
         later_seconds = self._retry_share.later_seconds(self._clock.monotonic())
+        if later_seconds <= 0 and self._flow.has_many_retries:
+            later_seconds = random.uniform(*LATER_SECONDS)
         if later_seconds <= 0:
             return False
         self._failures.note_postponed(delivery, record)
-        delivery.nak(delay_seconds=later_seconds)
-        self._buffer.finish(delivery)
+        self._nak(delivery, later_seconds)
         return True
 
     def nak_removed(self, delivery: Delivery) -> None:
         """Nak a delivery whose message has left the stream: a server delivers no such message again."""
         delivery.nak()
-        self._buffer.finish(delivery)
+        self._flow.finish(delivery)
 
     async def judge_window(
-        self, message: Message, failure: Failure, *, window: object, failures: int, stream: str, part: str
+        self,
+        message: Message,
+        failure: Failure,
+        *,
+        window: object,
+        failures: int,
+        away_seconds: float | None,
+        stream: str,
+        part: str,
     ) -> Ack | Verdict:
-        """Return what becomes of a window for which the function has failed, after `failures` earlier ones. That is
-        `Again`, and no attempt, where the reason is one of `NO_ATTEMPT`.
+        """Return what becomes of a window for which the function has failed, after `failures` earlier ones, and for
+        so long because something is away. That is `Again`, and no attempt, where the reason is one of `NO_ATTEMPT`.
 
         The dead letter of a `DeadLetter` is stored, with `message` as the original. Where that fails, it is `Again`.
         """
@@ -232,12 +287,15 @@ class Settler:
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             return classified
+        away = self._note_failure(classified, again=bool(failures) or away_seconds is not None)
         if (uncounted := verdicts.uncounted_seconds(classified)) is not None:
             return Again(after_seconds=uncounted, reason=UNCOUNTED)
-        spared = self._breaker.spared_window_seconds(classified) if self._breaker is not None else None
-        if spared is not None:
-            return Again(after_seconds=spared, reason=UNAVAILABLE)
-        verdict = verdicts.decide(classified, failures=failures, retry=retry)
+        if away and (away_seconds or 0.0) <= self.outage.patience:
+            asked = self.outage.asked_seconds(classified.error)
+            return Again(after_seconds=max(AWAY.delay_seconds(1), asked), reason=UNAVAILABLE)
+        verdict = (
+            DeadLetter(reason=UNAVAILABLE) if away else verdicts.decide(classified, failures=failures, retry=retry)
+        )
         if isinstance(verdict, Again):
             return verdict
         try:
@@ -265,13 +323,13 @@ class Settler:
         """
         if failure is None and self.succeeded(delivery, started=started):
             return
-        waited = self._buffer.waited_seconds(delivery)
+        waited = self._flow.waited_seconds(delivery)
         if waited is None:
-            self._buffer.finish(delivery)
+            self._flow.finish(delivery)
             return
         seconds, record = self._clock.monotonic() - started, delivery.record
         if not delivery.held:
-            self._buffer.finish(delivery)
+            self._flow.finish(delivery)
             self._emit_settled(delivery, record, TAKEN_OVER, seconds, waited)
         elif failure is not None:
             await self._settle_failed(
@@ -280,14 +338,14 @@ class Settler:
                 failure,
                 seconds=seconds,
                 started=started,
-                emit=lambda outcome: self._emit_settled(delivery, record, outcome, seconds, waited),
+                emit=lambda outcome: self._emit_failed(delivery, record, outcome, seconds, waited),
             )
+            self._leave_untried()
         else:
             self._ack(delivery)
             self._note_acked(delivery, seconds, waited)
-            if self._breaker is not None and self._breaker.is_open:
-                self._breaker.note_success(delivery)
-            await self._failures.forget(delivery, record)
+            self._decisions.note_end(delivery, "handled")
+            await self._forget(delivery, record)
 
     def succeeded(self, delivery: Delivery, *, started: float) -> bool:
         """Ack a delivery whose handling succeeded, and return whether that could be done at once. It is left to
@@ -295,7 +353,7 @@ class Settler:
         """
         if delivery.record is not None or not delivery.held:
             return False
-        waited = self._buffer.finish(delivery)
+        waited = self._flow.finish(delivery)
         if waited is not None:
             delivery.ack()
             self._repeats.note(delivery)
@@ -305,6 +363,8 @@ class Settler:
     def _note_acked(self, delivery: Delivery, seconds: float, waited: float) -> None:
         """Note one more for `Acked`, which is stated at the end of this turn of the event loop, as the acks leave."""
         self.successes += 1
+        if self.outage.strained and self._depends:
+            self.outage.succeeded(self._key(delivery))
         if self._hear_each:
             self._emit_settled(delivery, delivery.record, ACKED, seconds, waited)
         if self._hear_acked:
@@ -340,31 +400,28 @@ class Settler:
             await self._failures.clear(delivery)  # or its next delivery would be handled alone
             self._failures.note_postponed(delivery, record)
             delay = leave_to_others(delivery)
-            self._buffer.finish(delivery)
+            self._flow.finish(delivery)
             emit(_Outcome("retried", "other_version", failure.error, again_in_seconds=delay))
             return
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             self._ack(delivery)
-            if self._breaker is not None and self._breaker.is_open:
-                self._breaker.note_success(delivery)
             emit(_Outcome("acked", ON_ERROR, failure.error))
-            await self._failures.forget(delivery, record)
+            await self._forget(delivery, record)
             return
-        verdict = verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
-        if (spared := self._spared(delivery, classified, verdict, started)) is not None:
-            await self._failures.clear(delivery)  # or its next delivery would be handled alone
-            record = structs.replace(record, uncounted=record.uncounted + 1)
-            if self._buffer.ordered:
-                self._buffer.note_record(delivery, record)
-            else:
-                self._failures.note_postponed(delivery, record)
-            outcome = _Outcome("retried", spared.reason, classified.error, record.failures, spared.after_seconds)
-            self._give_back(delivery, spared.after_seconds)
-            self._note_retried(delivery, outcome)
-            emit(outcome)
+        away = self._depends and self._note_failure(
+            classified, again=record.tried, call=started if self._together else None, key=self._key(delivery)
+        )
+        spared = self._spared(record, classified, away=away)
+        if spared is not None:
+            await self._spare(delivery, record, spared, classified.error, emit)
             return
-        attempt = record.failures + (classified.final != "skipped")
+        verdict: Verdict = (
+            DeadLetter(reason=UNAVAILABLE)
+            if away
+            else verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
+        )
+        attempt = record.failures + (classified.final != "skipped" and not away)
         if isinstance(verdict, Again):
             outcome = self._again(delivery, verdict, classified.error, attempt=attempt, took_seconds=seconds)
         elif (refused := await self._dead_letter(delivery, record, verdict, classified.error, attempt, emit)) is None:
@@ -374,18 +431,16 @@ class Settler:
             outcome = _Outcome("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
 
         def give_back(counted: PriorRecord) -> None:
-            self._buffer.note_record(delivery, counted)
+            delivery.record = counted
             self._give_back(delivery, outcome.again_in_seconds)
             self._note_retried(delivery, outcome)
             emit(outcome)
 
-        if verdict is PARKED:
-            await self._failures.park(delivery, self._parked(delivery, classified.error, attempts=attempt))
         await self._failures.add(
             delivery,
             before=record,
             again_in_seconds=outcome.again_in_seconds,
-            kept=self._buffer.ordered,
+            kept=self._flow.ordered,
             worker_died=failure.worker_died,
             then=give_back,
         )
@@ -410,66 +465,89 @@ class Settler:
         self._remove(delivery)
         self._last_failures.note("agents", self._agent.name, error)
         emit(_Outcome("dead_lettered", verdict.reason, error, attempts))
-        await self._failures.forget(delivery, record)
+        await self._forget(delivery, record)
         return None
+
+    async def _forget(self, delivery: Delivery, record: PriorRecord | None) -> None:
+        """Forget the failures of a delivery that is settled."""
+        if record is None:
+            return
+        if failure_records.is_blocked(record.failures, self._attempts):
+            self._last_failures.note_settled(self._agent.name, self._stream, delivery.message.sequence)
+        await self._failures.forget(delivery, record)
 
     def _again(
         self, delivery: Delivery, verdict: Again, error: BaseException, *, attempt: int, took_seconds: float
     ) -> _Outcome:
-        again_in_seconds = verdict.after_seconds
-        if verdict is not PARKED:
-            again_in_seconds = self._again_in_seconds(delivery, again_in_seconds, took_seconds=took_seconds)
-        return _Outcome("retried", verdict.reason, error, attempt, again_in_seconds)
+        seconds = self._again_in_seconds(delivery, verdict.after_seconds, took_seconds=took_seconds)
+        return _Outcome("retried", verdict.reason, error, attempt, seconds)
 
-    async def park(self, delivery: Delivery, known: ParkedRecord | None) -> None:
-        """Leave a notification parked: no person has decided on it yet. `known` is what was recorded of it."""
-        record = delivery.record or FRESH
-        if known is None:  # it could not be recorded
-            known = self._parked(delivery, None, attempts=record.failures)
-        behind = self._buffer.behind(delivery.message.subject, delivery.message.sequence)
-        await self._failures.park(delivery, structs.replace(known, behind=behind))
-        if not self._buffer.ordered:
-            self._failures.note_postponed(delivery, record)
-        self._buffer.end_try(delivery)  # it was let begin in an outage, and says nothing about that
-        self._give_back(delivery, PARKED.after_seconds)
-
-    def _parked(self, delivery: Delivery, error: BaseException | None, *, attempts: int) -> ParkedRecord:
-        subject, sequence = delivery.message.subject, delivery.message.sequence
-        return ParkedRecord(
-            since=clocks.utc_now(self._clock),
-            attempts=attempts,
-            error="" if error is None else printable(f"{type(error).__name__}: {line_of(error)}"),
-            ordering_key=printable(self._buffer.key_of(subject)),
-            behind=self._buffer.behind(subject, sequence),
-        )
-
-    def _spared(self, delivery: Delivery, failure: Failure, verdict: Verdict, started: float) -> Again | None:
-        """Return after how long and why to try a delivery again whose failure is no attempt, because of an outage, of a
-        flood of dead letters, or because the author says so; else None.
+    def _note_failure(self, failure: Failure, *, again: bool, call: object = None, key: Hashable = None) -> bool:
+        """Tell the outage of a failure, and return whether something is away. What the author has answered, what can
+        never be handled, and what no handler has raised says nothing of what the agent depends on.
         """
-        if (breaker := self._breaker) is not None:
-            spared = breaker.note_failure(delivery, failure, started=started)
-            if spared is None and isinstance(verdict, DeadLetter):
-                spared = breaker.stop_flood(verdict.reason, failure.error)
-            if spared is not None:
-                return Again(after_seconds=spared, reason=UNAVAILABLE)
+        if failure.final or failure.worker_died or failure.instruction is not None:
+            return False
+        away = self.outage.is_unavailable(failure.error)
+        self.outage.failed(failure.error, again=again, away=away, call=call, key=key)
+        return away
+
+    def _spared(self, record: PriorRecord, failure: Failure, *, away: bool) -> Again | None:
+        """Return after how long and why to try again what has failed without using an attempt, because something is
+        away, or because the author says so; else None.
+        """
+        if away and (not record.away_since or self._now() - record.away_since <= self.outage.patience):
+            grown = record.waits + (not record.waits or self.successes > record.succeeded)
+            asked = self.outage.asked_seconds(failure.error)
+            return Again(after_seconds=max(AWAY.delay_seconds(grown), asked), reason=UNAVAILABLE)
         uncounted = verdicts.uncounted_seconds(failure)
         return None if uncounted is None else Again(after_seconds=uncounted, reason=UNCOUNTED)
 
+    async def _spare(
+        self,
+        delivery: Delivery,
+        record: PriorRecord,
+        spared: Again,
+        error: BaseException,
+        emit: Callable[[_Outcome], None],
+    ) -> None:
+        """Have a delivery tried again whose failure is no attempt."""
+        await self._failures.clear(delivery)  # or its next delivery would be handled alone
+        before, record = record, structs.replace(record, uncounted=record.uncounted + 1)
+        if spared.reason == UNAVAILABLE:
+            grown = record.waits + (not record.waits or self.successes > record.succeeded)
+            since = record.away_since or self._now()
+            record = structs.replace(record, waits=grown, succeeded=self.successes, away_since=since)
+        delivery.record = record
+        if not self._flow.ordered:
+            self._failures.note_postponed(delivery, record)
+        if record.away_since != before.away_since:
+            await self._failures.note_away(delivery, record)
+        outcome = _Outcome("retried", spared.reason, error, record.failures, spared.after_seconds)
+        self._give_back(delivery, spared.after_seconds)
+        self._note_retried(delivery, outcome)
+        emit(outcome)
+
+    def _key(self, delivery: Delivery) -> Hashable:
+        """Return the values of the fields by which what the agent depends on is away; None where it has none."""
+        return None if self._gate is None else self._gate.gate(delivery)
+
+    def _now(self) -> float:
+        return self._clock.time_ns() / 1e9
+
     def _note_retried(self, delivery: Delivery, outcome: _Outcome) -> None:
         assert outcome.error is not None
-        if outcome.reason == PARKED.reason:  # it has a record of its own
-            self._last_failures.note("agents", self._agent.name, outcome.error)
-            return
         message = delivery.message
         known = partial(
             _retrying,
-            self._buffer,
-            subject=message.subject,
-            sequence=message.sequence,
+            self._flow,
+            stream=self._stream,
+            message=structs.replace(message, data=b"", headers=None),
+            handed_back=not delivery.can_be_read_again,
             attempt=outcome.attempt,
-            attempts=int(self._attempts) if math.isfinite(self._attempts) else None,
-            error=type(outcome.error).__name__,  # and not the exception, whose frames hold what the handler had
+            attempts=self._attempts,
+            # Its text, and not the exception, whose frames hold what the handler had.
+            error=printable(f"{type(outcome.error).__name__}: {line_of(outcome.error)}")[:LONGEST_ERROR],
         )
         self._last_failures.note(
             "agents",
@@ -481,7 +559,7 @@ class Settler:
 
     def _again_in_seconds(self, delivery: Delivery, after_seconds: float, *, took_seconds: float) -> float:
         """Return after how long to retry a notification, so that due retries leave time for what is new."""
-        now, finished = self._clock.monotonic(), self._buffer.finished
+        now, finished = self._clock.monotonic(), self._flow.finished
         # What the worker has done since the last failure was this, and what succeeded. Where it was idle, that is long.
         share = FAILURE_COSTS / (FAILURE_COSTS + finished - self._finished)
         most = max(took_seconds / self._agent.policy.concurrency, FAILURE_SECONDS)
@@ -492,6 +570,16 @@ class Settler:
         return self._retry_share.delay_seconds(
             now, after_seconds, takes_seconds=takes, new_wait=delivery.num_pending > 0
         )
+
+    def _emit_failed(
+        self, delivery: Delivery, record: PriorRecord | None, outcome: _Outcome, seconds: float, waited: float
+    ) -> None:
+        """State what became of a delivery whose handling failed, also to a person who has decided about it."""
+        self._emit_settled(delivery, record, outcome, seconds, waited)
+        if outcome.reason != "other_version":
+            end = "skipped" if isinstance(outcome.error, SkippedError) else ENDS[outcome.outcome]
+            again = outcome.again_in_seconds
+            self._decisions.note_end(delivery, end, error=outcome.error, again_in_seconds=again)
 
     def _emit_settled(
         self, delivery: Delivery, record: PriorRecord | None, outcome: _Outcome, seconds: float, waited: float
@@ -523,34 +611,44 @@ class Settler:
 
     def _remove(self, delivery: Delivery) -> None:
         self._repeats.note(delivery)
-        self._buffer.finish(delivery)
+        self._flow.finish(delivery)
 
     def _give_back(self, delivery: Delivery, delay: float) -> None:
-        if self._buffer.ordered:
-            self._buffer.retry_later(delivery, after_seconds=delay)
+        if self._flow.ordered:
+            self._flow.retry_later(delivery, after_seconds=delay)
+            self._decisions.note_retried(delivery, kept=True, after_seconds=delay)
         else:
-            delivery.nak(delay_seconds=delay)
-            self._buffer.finish(delivery)
+            self._nak(delivery, delay)
+
+    def _nak(self, delivery: Delivery, delay: float) -> None:
+        delivery.nak(delay_seconds=delay)
+        self._flow.finish(delivery)
+        self._decisions.note_retried(delivery, kept=False, after_seconds=delay)
 
 
 def _retrying(
-    buffer: Buffer,
+    flow: Flow,
     again_at: datetime,
     *,
-    subject: str,
-    sequence: int,
+    stream: str,
+    message: Message,
+    handed_back: bool,
     attempt: int,
     attempts: int | None,
     error: str,
 ) -> Retrying:
     return Retrying(
         again_at=again_at,
-        sequence=sequence,
+        stream=stream,
+        sequence=message.sequence,
+        timestamp_ns=message.timestamp_ns,
+        handed_back=handed_back,
         attempt=attempt,
         attempts=attempts,
-        error=printable(error),
-        key=printable(buffer.key_of(subject)),
-        behind=buffer.behind(subject, sequence),
+        blocked=failure_records.is_blocked(attempt, attempts),
+        error=error,
+        key=printable(flow.key_of(message.subject)),
+        behind=flow.behind(message.sequence),
     )
 
 

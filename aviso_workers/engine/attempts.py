@@ -2,12 +2,13 @@
 
 The delivery count of a server also rises when a worker dies or is replaced, and a deploy must not use up attempts.
 So failures are counted in a bucket of the app's own. It is read for redeliveries only; what is known of a delivery that
-a worker holds is in its buffer. An entry expires 7 days after it was written, or after twice as long as its
+a worker holds is in its flow. An entry expires 7 days after it was written, or after twice as long as its
 notification waits. Where the bucket cannot be used, failures are counted in this process, and a notification is
 dead-lettered (`max_deliveries`) once it was delivered `UNCOUNTED_DELIVERIES` times more than the agent has attempts.
 
 An entry is the number of failures. Where some of them did not end their delivery, because the notification was tried
-again without being given back (`order_by`), the number of deliveries that ended with a failure follows: `3 1`.
+again without being given back (`order_by`), the number of deliveries that ended with a failure follows: `3 1`. Where
+something that it needs was away, the time of the first such failure follows, in seconds since 1970: `3 1 1764374400`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-import msgspec
 from msgspec import structs
 
 from aviso_workers.aviso.codec import read_number
@@ -25,10 +25,9 @@ from aviso_workers.backends import Backend, BulkKeyValue, Delivery, Entry
 from aviso_workers.declare.verdicts import RECORDED_FROM, PriorRecord, RunsAs
 from aviso_workers.engine.grouped_writes import GroupedWrites
 from aviso_workers.engine.shields import Shield
-from aviso_workers.errors import BackendError, ConflictError, UndecodableError
+from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.events import Events, FailuresNotStored, Unreadable
 from aviso_workers.state import failure_counts
-from aviso_workers.state.failure_counts import ParkedRecord
 
 __all__ = [
     "Failures",
@@ -38,8 +37,6 @@ T = TypeVar("T")
 Key = tuple[int, int]
 """Sequence and store time of a notification: a stream that is recreated counts from 1 again."""
 
-FORGOTTEN_AFTER_SECONDS = 7 * 86400.0
-"""When an entry expires whose notification does not wait for long."""
 LONGEST_WAITS = 2
 """An entry is kept for so many times as long as its notification waits at least."""
 WHOLE_SECONDS = 86400.0
@@ -48,8 +45,6 @@ SLOW_SECONDS = 1.0
 UNUSED_SECONDS = 10.0
 """How long the bucket is not used after a request that failed and took `SLOW_SECONDS`: each of many failing
 notifications would wait for it."""
-PARKED_KEPT_SECONDS = 366 * WHOLE_SECONDS
-"""For how long it is remembered at least that a notification is parked."""
 MAX_REMEMBERED = 100_000
 """Of how many notifications that it has given back a process remembers the failures, so that a redelivery needs no
 read, and where they cannot be stored: of as many as an agent may have ack pending, which takes about 35 MB."""
@@ -63,7 +58,7 @@ class Failures:
         self._shield = shield
         self._agent = agent
         self._bucket = f"{app}{failure_counts.BUCKET_SUFFIX}"
-        self._prefix = f"{agent}.{stream}"
+        self._stream = stream
         self._events = events
         self._values: BulkKeyValue | None = None
         self._counted = GroupedWrites(self._write_counts, shield=shield)
@@ -72,13 +67,11 @@ class Failures:
         self._given_back: dict[Key, tuple[PriorRecord, int]] = {}
         """Stored records, with the `num_delivered` of the delivery that failed, by key. Where the next delivery comes
         to this process too, no other worker had it in between, and the count need not be read."""
-        self._parked: dict[Key, tuple[ParkedRecord, int]] = {}
-        """By key, the record of those that wait for a person, as it was seen last, with its revision."""
         self._begun: set[Key] = set()
         """Keys of which the bucket says that a handler has begun."""
         self._begun_here: set[Key] = set()
         """Those whose handler has begun in this process."""
-        self._kept_seconds = FORGOTTEN_AFTER_SECONDS
+        self._kept_seconds = failure_counts.KEPT_SECONDS
         """For how long the bucket keeps an entry, as far as this worker needs it."""
         self._unused_until = -math.inf
         """Before this time the bucket is not used."""
@@ -97,7 +90,7 @@ class Failures:
         """Return what is known of a notification that was delivered before."""
         key = _key(delivery)
         entry = await self._try(lambda values: values.get(self._name(key)))
-        failures, ended = self._numbers(entry) if entry else (0, 0)
+        failures, ended, away_since = self._numbers(entry) if entry else (0, 0, 0)
         unstored = self._unstored.get(key)
         if unstored is not None and unstored.failures > failures:
             failures, ended = unstored.failures, unstored.ended
@@ -108,7 +101,7 @@ class Failures:
         if began is not None:
             self._begun.add(key)
             how = "beside_others" if began.value == failure_counts.BESIDE_OTHERS else "alone"
-        return PriorRecord(failures=failures, ended=ended, began=how, stored=self._stored)
+        return PriorRecord(failures=failures, ended=ended, began=how, stored=self._stored, away_since=away_since)
 
     async def begin(self, delivery: Delivery, *, alone: bool) -> None:
         """Record that its handler begins, so that it is known which notification may have ended this process."""
@@ -148,7 +141,7 @@ class Failures:
     ) -> None:
         """Count one more failure, and call `then` with it when it is counted, which may be after this has returned.
 
-        `kept`: the notification stays in the buffer, and is not given back to the server. After a worker has died the
+        `kept`: the notification stays in the flow, and is not given back to the server. After a worker has died the
         next attempt is run alone again.
         """
         self._keep_for(LONGEST_WAITS * again_in_seconds)
@@ -156,8 +149,12 @@ class Failures:
         failures, ended = before.failures + 1, before.ended + (not kept or worker_died)
 
         def counted(stored: bool) -> None:
-            record = PriorRecord(
-                failures=failures, ended=ended, began="beside_others" if worker_died else None, stored=self._stored
+            record = structs.replace(
+                before,
+                failures=failures,
+                ended=ended,
+                began="beside_others" if worker_died else None,
+                stored=self._stored,
             )
             if not stored:
                 _remember(self._unstored, key, record, most=MAX_REMEMBERED)
@@ -171,31 +168,13 @@ class Failures:
                 await self._write(lambda values: values.put(self._began(key), failure_counts.BESIDE_OTHERS))
         else:
             await self.clear(delivery)
-        value = f"{failures}" if ended == failures else f"{failures} {ended}"
-        await self._counted.write(self._name(key), value.encode(), then=counted)
+        await self._counted.write(self._name(key), _value(failures, ended, before.away_since), then=counted)
 
-    async def park(self, delivery: Delivery, record: ParkedRecord) -> None:
-        """Record that a notification waits for a person."""
-        self._keep_for(PARKED_KEPT_SECONDS)
-        key = _key(delivery)
-        known, revision = self._parked.get(key, (None, None))
-        if known == record:
-            return
-        data = msgspec.json.encode(record)
-        stored = await self._try(lambda values: values.put(self._parked_name(key), data, revision=revision))
-        if stored is not None:
-            _remember(self._parked, key, (record, stored), most=MAX_REMEMBERED)
-
-    async def parked(self, delivery: Delivery) -> tuple[PriorRecord, ParkedRecord | None]:
-        """Return what is known of a notification that was parked, which a person may have changed."""
-        key = _key(delivery)
-        parked = None
-        if (found := await self._try(lambda values: _looked_up(values, self._parked_name(key)))) is not None:
-            self._parked.pop(key, None)  # a person has had it tried again: if it fails again, it is recorded anew
-            (entry,) = found
-            if entry is not None and (parked := failure_counts.parked(entry.value)) is not None:
-                _remember(self._parked, key, (parked, entry.revision), most=MAX_REMEMBERED)
-        return await self.read(delivery), parked
+    async def note_away(self, delivery: Delivery, record: PriorRecord) -> None:
+        """Record since when what a notification needs is away, so that patience ends, whichever worker has it."""
+        self._keep_for(LONGEST_WAITS * WHOLE_SECONDS)
+        value = _value(record.failures, record.ended, record.away_since)
+        await self._counted.write(self._name(_key(delivery)), value, then=_nothing)
 
     def note_postponed(self, delivery: Delivery, record: PriorRecord) -> None:
         """Note that a delivery is given back although no handler has begun: that explains why it comes again."""
@@ -207,9 +186,7 @@ class Failures:
         await self.clear(delivery)
         key = _key(delivery)
         self._unstored.pop(key, None)
-        if self._parked.pop(key, None) is not None:
-            await self._write(lambda values: values.delete(self._parked_name(key)))
-        if record.failures:
+        if record.failures or record.away_since:
             await self._counted.write(self._name(key), None, then=_nothing)
 
     def _keep_for(self, seconds: float) -> None:
@@ -217,14 +194,16 @@ class Failures:
             self._kept_seconds = math.ceil(seconds / WHOLE_SECONDS) * WHOLE_SECONDS
             self._values = None  # it is opened again to keep what it has for so long
 
-    def _numbers(self, entry: Entry) -> tuple[int, int]:
-        """Return how many failures were counted, and how many deliveries ended with one; 0 where an entry says none."""
-        failures, _, ended = entry.value.decode("ascii", "replace").partition(" ")
+    def _numbers(self, entry: Entry) -> tuple[int, int, int]:
+        """Return how many failures were counted, how many deliveries ended with one, and since when something is away;
+        0 where an entry says none."""
+        failures, *others = entry.value.decode("ascii", "replace").split(" ")
+        ended, away_since = others[0] if others else failures, others[1] if len(others) > 1 else "0"
         try:
-            return read_number(failures), read_number(ended or failures)
+            return read_number(failures), read_number(ended), read_number(away_since)
         except UndecodableError as error:
             self._events.emit(Unreadable(stream=f"KV_{self._bucket}", sequence=entry.revision, error=error))
-            return 0, 0
+            return 0, 0, 0
 
     async def _write_counts(self, counts: Mapping[str, bytes | None]) -> bool:
         return await self._write(lambda values: _put_many(values, counts))
@@ -244,8 +223,6 @@ class Failures:
             if self._values is None:
                 self._values = await self._backend.key_value(self._bucket, ttl_seconds=self._kept_seconds, own=True)
             return await operation(self._values)
-        except ConflictError:
-            return None  # a person has decided on what is parked
         except BackendError as error:
             self._values = None  # it may have been deleted
             failed_at = self._backend.clock.monotonic()
@@ -258,25 +235,23 @@ class Failures:
 
     def _name(self, key: Key) -> str:
         """Return the key of the count in the bucket."""
-        sequence, timestamp_ns = key
-        return f"{self._prefix}.{sequence}.{timestamp_ns}"
+        return failure_counts.key_of(self._agent, self._stream, *key)
 
     def _began(self, key: Key) -> str:
         """Return the key of the record that a handler began, which is not the count: older versions read that too."""
         return f"{self._name(key)}.began"
 
-    def _parked_name(self, key: Key) -> str:
-        """Return the key of the record that a notification waits for a person."""
-        return f"{self._name(key)}{failure_counts.PARKED}"
+
+def _value(failures: int, ended: int, away_since: float) -> bytes:
+    """Return an entry of the bucket."""
+    if away_since:
+        return f"{failures} {ended} {int(away_since)}".encode()
+    return (f"{failures}" if ended == failures else f"{failures} {ended}").encode()
 
 
 async def _put_many(values: BulkKeyValue, counts: Mapping[str, bytes | None]) -> int:
     await values.put_many(counts)
     return len(counts)
-
-
-async def _looked_up(values: BulkKeyValue, key: str) -> tuple[Entry | None]:
-    return (await values.get(key),)
 
 
 async def _delete(key: str, values: BulkKeyValue) -> int:

@@ -240,7 +240,7 @@ def longest_seconds(policy: Policy) -> float:
     may take `consumer_records.STUCK_SECONDS`.
     """
     retry = policy.retry
-    attempts = int(min(retry.attempts, MAX_ATTEMPTS))
+    attempts = min(retry.attempts or MAX_ATTEMPTS, MAX_ATTEMPTS)
     waits = sum(min(retry.max, retry.first * retry.factor**n) * (1 + retry.jitter) for n in range(attempts - 1))
     calls = attempts * (policy.timeout or 0.0)
     return max(consumer_records.STUCK_SECONDS, 2 * policy.ack_wait) + waits + calls + policy.interval_seconds

@@ -137,6 +137,9 @@ class Requeued(Noted, eq=False):
     def nak(self, *, delay_seconds: float = 0.0) -> None:
         self._delivery.nak(delay_seconds=delay_seconds)
 
+    def redeliver(self) -> None:
+        self._delivery.redeliver()
+
     def term(self, reason: str) -> None:
         self._delivery.term(reason)
 

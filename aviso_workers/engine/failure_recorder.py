@@ -1,13 +1,15 @@
-"""Records the last failures of agents, timers and tasks that a worker notes (`state.failure_records`).
+"""Records the last failures of agents, timers and tasks that a worker notes, and which agents depend on what is away
+(`state.failure_records`).
 
 A record is written at the first failure, and then at most every `WRITE_SECONDS`, so nothing is written for what
 succeeds. A failure is over when it has not come again for `OVER_SECONDS` after its next attempt was due. That of a
-timer is over when the timer succeeds.
+timer is over when the timer succeeds. That something is away is recorded again and again as long as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
@@ -19,26 +21,42 @@ from aviso_workers import clocks
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Backend
 from aviso_workers.errors import BackendError, line_of, place_of
-from aviso_workers.events import TaskFailed, Ticked, WindowDone
+from aviso_workers.events import OutageBegan, OutageEnded, OutageGoesOn, TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream import key_value
 from aviso_workers.state import consumer_records, failure_records
 from aviso_workers.state.failure_records import Kind, LastFailure, Retrying
 
-__all__ = ["LastFailures"]
+__all__ = ["OBSERVED", "LastFailures"]
+
+OBSERVED = (OutageBegan, OutageGoesOn, OutageEnded, TaskFailed, Ticked, WindowDone)
+"""The facts that `LastFailures.observe` is for."""
 
 OVER_SECONDS = 60.0
 UNTIL_SUCCESS_SECONDS = 366 * 86400.0
 """A timer that failed has failed until it succeeds, however seldom it runs."""
-MAX_RETRYING = 50
-"""Notifications that wait for their next attempt and are recorded: those that are due next."""
+MAX_RETRYING = 100
+"""Notifications that are retried and are recorded: first those at which the agent is blocked, then those due next."""
+STALE = timedelta(days=1)
+"""After so long without another attempt, the agent counts as blocked at a notification no more: no worker says what
+became of it."""
 
 
 class _Noted(Struct):
     """What this worker has noted of one thing since it was last written."""
 
     last: LastFailure
-    retrying: dict[int, Callable[[], Retrying]] = field(default_factory=dict)
-    """By sequence."""
+    retrying: dict[tuple[str, int], Callable[[], Retrying]] = field(default_factory=dict)
+    """By stream and sequence."""
+
+
+class _Away(Struct):
+    """What an agent depends on is away, as this worker knows it."""
+
+    reason: str
+    since: datetime
+    is_back: bool = False
+    """Whether it is not so any more, which is to be recorded."""
+    written_at: float = -math.inf
 
 
 class LastFailures:
@@ -52,6 +70,10 @@ class LastFailures:
         """The timers whose last tick has succeeded in this process."""
         self._over: set[str] = set()
         """Those of them of which it is not recorded yet that they do not fail any more."""
+        self._away: dict[str, _Away] = {}
+        """By agent, what it depends on and is away, or was so when that was last recorded."""
+        self._settled: dict[str, set[tuple[str, int]]] = {}
+        """By agent, stream and sequence of settled notifications at which it may be recorded as blocked."""
         self._changed = anyio.Event()
 
     def note(
@@ -81,14 +103,36 @@ class LastFailures:
         noted.last = structs.replace(noted.last, of_window=of_window)
         if retrying is not None:
             found = partial(retrying, again_at)
-            noted.retrying[found().sequence] = found
+            known = found()
+            noted.retrying[known.stream, known.sequence] = found
             if len(noted.retrying) > MAX_RETRYING:
-                del noted.retrying[next(iter(noted.retrying))]
+                one_of_many = next((key for key, each in noted.retrying.items() if not each().blocked), None)
+                del noted.retrying[one_of_many or next(iter(noted.retrying))]
         self._changed.set()
 
-    def observe(self, event: Ticked | TaskFailed | WindowDone) -> None:
-        """Note the failure that an event tells of, or that a timer succeeds again."""
+    def note_settled(self, agent: str, stream: str, sequence: int) -> None:
+        """Note that an agent is not blocked any more at a notification, which is settled."""
+        if (noted := self._noted.get(("agents", agent))) is not None:
+            noted.retrying.pop((stream, sequence), None)
+        self._settled.setdefault(agent, set()).add((stream, sequence))
+        self._changed.set()
+
+    def note_away(self, agent: str, reason: str, since: datetime) -> None:
+        """Note that what an agent depends on is away, and since when by the worker's clock."""
+        self._away[agent] = _Away(reason, since)
+        self._changed.set()
+
+    def note_back(self, agent: str) -> None:
+        """Note that it is away no more."""
+        if (away := self._away.get(agent)) is not None:
+            away.is_back, away.written_at = True, -math.inf
+            self._changed.set()
+
+    def observe(self, event: Ticked | TaskFailed | WindowDone | OutageBegan | OutageGoesOn | OutageEnded) -> None:
+        """Note the failure that an event tells of, that a timer succeeds again, or that something is away or back."""
         match event:
+            case OutageBegan() | OutageGoesOn() | OutageEnded():
+                self._observe_outage(event)
             case WindowDone(error=BaseException() as error):
                 self.note("agents", event.agent, error, again_in_seconds=event.again_in_seconds, of_window=True)
             case TaskFailed():
@@ -102,10 +146,23 @@ class LastFailures:
                 self._over.add(timer)
                 self._changed.set()
 
+    def _observe_outage(self, event: OutageBegan | OutageGoesOn | OutageEnded) -> None:
+        for agent in event.agents:
+            match event:
+                case OutageEnded():
+                    self.note_back(agent)
+                case OutageBegan():
+                    self.note_away(agent, event.reason, self._now())
+                case OutageGoesOn() if agent not in self._away:  # it has begun meanwhile
+                    self.note_away(agent, event.reason, self._now() - timedelta(seconds=event.seconds))
+
     async def keep_writing(self) -> None:
         """Record what is noted; cancel this to end it."""
         while True:
-            await self._changed.wait()
+            if self._away:
+                await clocks.sleep_until(self._backend.clock, failure_records.RENEW_SECONDS, self._changed)
+            else:
+                await self._changed.wait()
             await self.write()
             await self._backend.clock.sleep(failure_records.WRITE_SECONDS)
 
@@ -116,7 +173,9 @@ class LastFailures:
         try:
             with suppress(BackendError):
                 await self._write_noted(noted)
+                await self._write_settled()
                 await self._write_over()
+                await self._write_away()
         finally:
             self._noted = noted | self._noted
 
@@ -133,6 +192,19 @@ class LastFailures:
             )
             del noted[kind, name]
 
+    async def _write_settled(self) -> None:
+        for agent, settled in tuple(self._settled.items()):
+            written = frozenset(settled)
+            bucket, key = (
+                await consumer_records.bucket(self._backend),
+                failure_records.key_of(self._app, "agents", agent),
+            )
+            change = partial(_without, written)
+            await key_value.compare_and_set(bucket, key, read=failure_records.read, change=change)
+            settled -= written
+            if not settled:
+                del self._settled[agent]
+
     async def _write_over(self) -> None:
         while self._over:
             timer = next(iter(self._over))
@@ -142,6 +214,21 @@ class LastFailures:
                 change = partial(_ended, await bucket.time())
                 await key_value.compare_and_set(bucket, key, read=failure_records.read, change=change)
             self._over.discard(timer)  # it may have failed again meanwhile
+
+    async def _write_away(self) -> None:
+        for agent, away in list(self._away.items()):
+            monotonic = self._backend.clock.monotonic()
+            if monotonic - away.written_at < failure_records.RENEW_SECONDS:
+                continue
+            bucket = await consumer_records.bucket(self._backend)
+            now, is_back = await bucket.time(), away.is_back
+            change = partial(_told_away, away.reason, away.since + (now - self._now()), now, is_back=is_back)
+            key = failure_records.key_of(self._app, "agents", agent)
+            await key_value.compare_and_set(bucket, key, read=failure_records.read, change=change)
+            if away.is_back == is_back:
+                away.written_at = monotonic
+            if is_back and self._away.get(agent) is away:
+                del self._away[agent]
 
     def _now(self) -> datetime:
         return clocks.utc_now(self._backend.clock)
@@ -169,10 +256,36 @@ def _merged(last: LastFailure, now: datetime, before: LastFailure | None) -> Las
             times=before.times + last.times,
             until=max(before.until, last.until),
         )
-    waiting = {each.sequence: each for each in before.retrying if each.again_at > now} if before else {}
-    waiting |= {each.sequence: each for each in last.retrying}
-    due = tuple(sorted(waiting.values(), key=lambda each: each.again_at)[:MAX_RETRYING])
-    return structs.replace(last, written=now, retrying=due)
+    noted = {(each.stream, each.sequence): each for each in last.retrying}
+    for each in before.retrying if before else ():
+        if each.again_at + (STALE if each.blocked else timedelta()) > now:
+            noted.setdefault((each.stream, each.sequence), each)
+    first = sorted(noted.values(), key=lambda each: (not each.blocked, each.again_at))
+    if before is not None:
+        last = structs.replace(last, away=before.away, away_since=before.away_since, away_until=before.away_until)
+    return structs.replace(last, written=now, retrying=tuple(first[:MAX_RETRYING]))
+
+
+def _without(settled: Collection[tuple[str, int]], before: LastFailure | None) -> LastFailure | None:
+    """Return the record without notifications that are settled."""
+    if before is None:
+        return None
+    left = tuple(each for each in before.retrying if (each.stream, each.sequence) not in settled)
+    return structs.replace(before, retrying=left)
+
+
+def _told_away(
+    reason: str, since: datetime, now: datetime, before: LastFailure | None, *, is_back: bool
+) -> LastFailure | None:
+    """Return the record with what one worker says of what the agent depends on."""
+    if is_back:
+        return before and structs.replace(before, away_until=now, written=now)
+    if before is None:  # nothing has failed, as where the author's code says that it is away
+        before = LastFailure(error=reason, text="", at="", since=since, last=now, until=now, written=now, times=0)
+    if before.is_away(now) and before.away_since is not None:
+        since = min(since, before.away_since)
+    until = now + timedelta(seconds=failure_records.AWAY_SECONDS)
+    return structs.replace(before, away=reason, away_since=since, away_until=until, written=now)
 
 
 def _ended(now: datetime, before: LastFailure | None) -> LastFailure | None:

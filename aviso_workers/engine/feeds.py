@@ -1,6 +1,6 @@
-"""Consumers that a subscription reads, and the steps of a delivery between its consumer and the buffer.
+"""Consumers that a subscription reads, and the steps of a delivery between its consumer and the flow.
 
-Most go straight into the buffer. What never gets there is what another version of the agent wants (`shared_filters`),
+Most go straight into the flow. What never gets there is what another version of the agent wants (`shared_filters`),
 what was settled before and comes again, and a dead letter that is tried again whose sequence is taken.
 """
 
@@ -17,7 +17,7 @@ from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.declare.verdicts import Nak
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
@@ -60,25 +60,25 @@ class Feed(Struct, frozen=True, kw_only=True):
 Deliver = Callable[[Sequence[Delivery]], None]
 
 
-def delivering(feed: Feed, buffer: Buffer, *, backend: Backend, joining: TaskGroup) -> Deliver:
-    """Return what a backend is to call with deliveries of the feed: it puts those into the buffer that belong there.
+def delivering(feed: Feed, flow: Flow, *, backend: Backend, joining: TaskGroup) -> Deliver:
+    """Return what a backend is to call with deliveries of the feed: it puts those into the flow that belong there.
 
     What cannot be done at once is done by a task of `joining`.
     """
-    put = buffer.put_all if feed.repeats is None else _unrepeated(feed.repeats, buffer, joining)
+    put = flow.put_all if feed.repeats is None else _unrepeated(feed.repeats, flow, joining)
     leaves = feed.leaves
     take = put if leaves is None else lambda deliveries: put([each for each in deliveries if not leaves(each)])
     if feed.unwrap is None:
         return take
-    return _Unwrapping(feed, feed.unwrap, buffer, backend, joining, put, take).deliver
+    return _Unwrapping(feed, feed.unwrap, flow, backend, joining, put, take).deliver
 
 
 class _Unwrapping(Struct):
-    """Puts what comes of a feed into the buffer as what the agent is to see."""
+    """Puts what comes of a feed into the flow as what the agent is to see."""
 
     feed: Feed
     unwrap: Callable[[Delivery, Message], Delivery]
-    buffer: Buffer
+    flow: Flow
     backend: Backend
     joining: TaskGroup
     put: Deliver
@@ -107,30 +107,30 @@ class _Unwrapping(Struct):
             self._take_unwrapped(self.unwrap(delivery, message))
 
     def _take_unwrapped(self, delivery: Delivery) -> None:
-        """Take an unwrapped delivery, unless the buffer holds the agent's own message of the same sequence.
+        """Take an unwrapped delivery, unless the flow holds the agent's own message of the same sequence.
 
-        The buffer holds one delivery of each sequence, and settling one of the two does not settle the other.
+        A flow holds one delivery of each sequence, and settling one of the two does not settle the other.
         """
-        held = self.buffer.delivery_of(delivery.message.sequence)
+        held = self.flow.delivery_of(delivery.message.sequence)
         if held is None or held.message == delivery.message:
             self.take([delivery])
         else:
             acknowledging.settle(delivery, Nak(SEQUENCE_HELD_SECONDS))
 
 
-def _unrepeated(repeats: Repeats, buffer: Buffer, joining: TaskGroup) -> Deliver:
-    """Return what puts deliveries into the buffer and leaves out what was settled here before; see `repeats`."""
+def _unrepeated(repeats: Repeats, flow: Flow, joining: TaskGroup) -> Deliver:
+    """Return what puts deliveries into the flow and leaves out what was settled here before; see `repeats`."""
 
     async def settle() -> None:
-        await acknowledging.settle_again(repeats, handle=buffer.put)
+        await acknowledging.settle_again(repeats, handle=flow.put)
 
     def put_new(deliveries: Sequence[Delivery]) -> None:
         if not repeats.may_include(deliveries):
-            buffer.put_all(deliveries)
+            flow.put_all(deliveries)
             return
         for delivery in deliveries:
             if not repeats.includes(delivery):
-                buffer.put(delivery)
+                flow.put(delivery)
             elif repeats.add(delivery):
                 joining.start_soon(settle)
 

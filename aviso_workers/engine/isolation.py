@@ -1,7 +1,7 @@
 """At most one notification of a worker process at a time runs alone: while it does, no other handler begins.
 
 `redeliveries` asks for it where a notification may end its process, so that nobody else's notification is taken along,
-and so that it is known which one did it. All agents of a process share one `Isolation`; their buffers obey it.
+and so that it is known which one did it. All agents of a process share one `Isolation`; their flows obey it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import anyio
 
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
+from aviso_workers.engine.dispatch import BEHIND, Dispatch
 
 __all__ = ["Isolation"]
 
@@ -22,9 +23,9 @@ ALONE_SECONDS = 10.0
 that takes an hour must not stop its whole process. It is still the only one that runs under suspicion."""
 
 
-class _Buffer(Protocol):
-    @property
-    def running(self) -> int: ...
+class _Flow(Protocol):
+    dispatch: Dispatch
+
     def wake(self) -> None: ...
 
 
@@ -32,19 +33,17 @@ class Isolation:
     """Which notification of this process runs alone, if one does."""
 
     def __init__(self, clock: Clock) -> None:
-        self.closed = False
-        """No handler may begin but that of `alone`."""
         self.alone: Delivery | None = None
         """The notification that waits for the others to end, or runs."""
         self._clock = clock
-        self._buffers: list[_Buffer] = []
+        self._flows: list[_Flow] = []
         self._turn = anyio.Lock()
         self._free = anyio.Event()
         self._ended = anyio.Event()
 
-    def join(self, buffer: _Buffer) -> None:
-        """Count what runs in this buffer, and wake it when handlers may begin again."""
-        self._buffers.append(buffer)
+    def join(self, flow: _Flow) -> None:
+        """Count what runs in this flow, and let nothing begin there while a notification runs alone."""
+        self._flows.append(flow)
 
     @asynccontextmanager
     async def of(self, delivery: Delivery) -> AsyncIterator[None]:
@@ -52,7 +51,8 @@ class Isolation:
         async with self._turn:
             self.alone = delivery
             self._free, self._ended = anyio.Event(), anyio.Event()
-            self.closed = True
+            for flow in self._flows:
+                flow.dispatch.isolate(True)
             reopening = self._clock.call_at(self._clock.monotonic() + ALONE_SECONDS, self._reopen)
             try:
                 if self._busy():
@@ -68,17 +68,22 @@ class Isolation:
         await self._ended.wait()
 
     def note_end(self, delivery: Delivery) -> None:
-        """Note that a delivery of one of the buffers does not run any more."""
+        """Note that a delivery of one of the flows does not run any more."""
         if delivery is self.alone:
             self._ended.set()
         elif not self._busy():
             self._free.set()
 
+    def look(self) -> None:
+        """Note that the notification which is to run alone may have to wait behind an earlier one of its key."""
+        if self.alone is not None and self.alone.place == BEHIND:
+            self._ended.set()
+
     def _busy(self) -> bool:
-        return any(buffer.running for buffer in self._buffers)
+        return any(flow.dispatch.running for flow in self._flows)
 
     def _reopen(self) -> None:
-        self.closed = False
         self._free.set()
-        for buffer in self._buffers:
-            buffer.wake()
+        for flow in self._flows:
+            flow.dispatch.isolate(False)
+            flow.wake()

@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 
@@ -35,6 +35,7 @@ CHECK_SECONDS = 1.0
 """How often it is looked whether there is a leader."""
 APART_SECONDS = 30.0
 """Two failures that are further apart are two outages."""
+UNDER_WAY_SECONDS = 0.05
 TRIES = 10
 """How often in a row a lease is put again that was replaced meanwhile, and not by another worker."""
 
@@ -105,7 +106,7 @@ class Lease:
         self._until = 0.0
         self._in_doubt: set[str] = set()
         """The message ids of our puts since the last one that was answered of which it is not known whether they were
-        stored."""
+        stored: they are under way, were given up, or have failed without an answer."""
         self._seen: tuple[int, float] = (0, 0.0)
         """The revision of another worker's lease, and since when it has been that."""
 
@@ -123,7 +124,11 @@ class Lease:
 
     async def try_to_take(self) -> bool:
         """Return whether it is held now. Called again and again, it also takes one that is over and not forgotten."""
-        await self._put(await self._overdue())
+        try:
+            await self._put(await self._overdue())
+        except anyio.get_cancelled_exc_class():
+            await self.give_back()
+            raise
         if self.held:
             self.token = self._revision
             self._seen = (0, 0.0)
@@ -150,12 +155,13 @@ class Lease:
 
     @asynccontextmanager
     async def renewed(self) -> AsyncIterator[None]:
-        """Cancel the block when the lease may be over. Afterwards the lease is given back."""
+        """Cancel the block when the lease may be over. It is given back when the block ends before."""
         async with anyio.create_task_group() as holding:
             holding.start_soon(self.hold, holding.cancel_scope)
             yield
             holding.cancel_scope.cancel()
-        await self.give_back()
+        if self.held:
+            await self.give_back()
 
     async def hold(self, term: anyio.CancelScope) -> None:
         """Renew it for as long as that goes well, then cancel what depends on it."""
@@ -166,26 +172,48 @@ class Lease:
         term.cancel()
 
     async def give_back(self) -> None:
-        """So that the next leader need not wait until it is forgotten."""
-        if self.held:
+        """Delete the lease, so that the next leader need not wait until it is forgotten. Where that cannot be done in
+        `RENEW_SECONDS`, it is forgotten soon enough. A caller who is cancelled gives it back all the same.
+        """
+        if self.held or self._in_doubt:
             self._until = 0.0
+            with anyio.move_on_after(RENEW_SECONDS, shield=True), suppress(BackendError):
+                await self._delete()
+
+    async def _delete(self) -> None:
+        """Delete what we have put last: also where that was under way when nobody needed it any more, and arrives
+        meanwhile, as the server stores what one client sends in the order in which it was sent.
+        """
+        revision = self._revision
+        for _ in range(TRIES):
             try:
-                await self._bucket.delete(self._key, revision=self._revision)
-            except BackendError:
-                return  # it is forgotten soon enough
+                await self._bucket.delete(self._key, revision=revision)
+            except ConflictError:
+                newest = await self._bucket.newest(self._key)
+                if newest is not None and newest.message_id in self._in_doubt:
+                    revision = newest.revision
+                elif newest is not None and newest.revision == revision:
+                    await self._clock.sleep(UNDER_WAY_SECONDS)  # what was sent before is being stored by a cluster
+                else:
+                    break  # it is another worker's
+            else:
+                break
+        self._in_doubt.clear()
 
     async def _put(self, revision: int, *, tries: int = TRIES) -> None:
         sent, message_id = self._clock.monotonic(), secrets.token_hex(12)
+        self._in_doubt.add(message_id)
         try:
             self._revision = await self._bucket.put(self._key, self._holder, revision=revision, message_id=message_id)
         except ConflictError:
+            self._in_doubt.discard(message_id)
             if (self._in_doubt or self.held) and tries:
                 await self._put_after_conflict(tries - 1)
                 return
             self._until = 0.0  # it is another worker's
         except BackendError as error:
-            if isinstance(error, OutcomeUnknownError):
-                self._in_doubt.add(message_id)
+            if not isinstance(error, OutcomeUnknownError):
+                self._in_doubt.discard(message_id)
             self._outage.begin(error)
             return  # held as long as it was
         else:

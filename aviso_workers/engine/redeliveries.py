@@ -7,7 +7,10 @@ record that is still there when the notification comes again says that the proce
 this one: it is run alone (`isolation`), and recorded as such. Where its process ends again, it was this one. That is a
 failure like any other: it counts as an attempt. What never began is run, and counts as nothing.
 
-A message whose body was left out while it waited (`buffer`) is read again from its stream.
+A message whose body the server has left out, because somebody has edited the consumer (`headers_only`), is read from
+its stream.
+
+A notification about which a person has decided (`decisions`) is run or skipped whatever else is known of it.
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ from functools import partial
 
 import anyio
 
+from aviso_workers.aviso.codec import lacks_body
 from aviso_workers.backends import Backend, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.declare import verdicts
-from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.declare.verdicts import Failure, PriorRecord
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.decisions import Decisions
+from aviso_workers.engine.dispatch import ASKED
+from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, SkippedError, WorkerDiedError
@@ -49,12 +55,13 @@ class Redeliveries:
         backend: Backend,
         agent: str,
         stream: str,
-        buffer: Buffer,
+        flow: Flow,
         failures: Failures,
+        decisions: Decisions,
         settler: Settler,
         isolation: Isolation,
         shield: Shield,
-        retry: Backoff,
+        retry: RetryPolicy,
         clock: Clock,
         events: Events,
     ) -> None:
@@ -62,8 +69,9 @@ class Redeliveries:
         self._agent = agent
         self._stream = stream
         self._reads = anyio.CapacityLimiter(READS_AT_ONCE)
-        self._buffer = buffer
+        self._flow = flow
         self._failures = failures
+        self._decisions = decisions
         self._settler = settler
         self._isolation = isolation
         self._shield = shield
@@ -76,65 +84,65 @@ class Redeliveries:
         """When a message could not be read the last time."""
 
     async def work(self) -> None:
-        """Take from the buffer what was delivered again or has no body, until the buffer is closed."""
+        """Take from the flow what was delivered again or has no body, until the flow is closed."""
         async with anyio.create_task_group() as tasks:
-            while (delivery := await self._buffer.take_redelivered()) is not None:
+            while (delivery := await self._flow.take_redelivered()) is not None:
                 if not self._admit_known(delivery):
                     tasks.start_soon(self._decide, delivery)
 
     async def end(self) -> None:
         """Remove the records of handlers that began and were cancelled, now that none runs any more."""
+        self._settler.call_back()
         await self._failures.clear_all()
 
     def _admit_known(self, delivery: Delivery) -> bool:
         """Let it run where that can be said at once, as of most that have failed: a task for each would cost more."""
-        if self._buffer.is_bodiless(delivery):
+        record = delivery.record or self._failures.recall(delivery)
+        if record is None or lacks_body(delivery.message):
             return False
-        record = self._buffer.record_of(delivery) or self._failures.recall(delivery)
-        if record is None:
-            return False
-        self._buffer.note_record(delivery, record)
+        delivery.record = record
         known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self._retry)
-        if known != "run":
+        if known != "run" or self._decisions.pending(delivery) is not None:
             return False
-        self._buffer.note_decided(delivery)
-        if not self._settler.postpone(delivery, record):
-            self._buffer.admit(delivery)
+        self._run(delivery, record)
         return True
 
-    async def _decide(self, delivery: Delivery) -> None:
-        try:
-            if not self._buffer.is_bodiless(delivery) or await self._read(delivery):
-                await self._decide_on(delivery)
-        finally:
-            self._buffer.note_decided(delivery)
+    def _run(self, delivery: Delivery, record: PriorRecord | None, *, at_once: bool = False) -> None:
+        if at_once or record is None or not self._settler.postpone(delivery, record):
+            self._flow.admit(delivery, tried=record is not None and record.tried, at_once=at_once)
 
-    async def _decide_on(self, delivery: Delivery) -> None:
-        record = self._buffer.record_of(delivery)
+    async def _decide(self, delivery: Delivery) -> None:
+        if lacks_body(delivery.message) and not await self._read(delivery):
+            return
+        record = delivery.record
         if record is None and delivery.num_delivered > 1:
             record = await self._failures.read(delivery)
-        if not self._buffer.is_next(delivery):
-            return  # an earlier one of its key came meanwhile
+            await self._decisions.read(delivery)
+        if delivery.place != ASKED:
+            return  # an earlier one of its key came meanwhile, or it was given back
+        delivery.record = record
         if record is None:
-            self._buffer.admit(delivery)
+            self._run(delivery, record)
             return
-        self._buffer.note_record(delivery, record)
+        decision = self._decisions.pending(delivery)
+        if decision is not None and decision.decides == "skip":
+            skipped = SkippedError(record.failures, decision.last_error)
+            await self._fail(delivery, Failure(skipped, final="skipped"))
+            return
         known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self._retry)
-        if known == "parked":
-            await self._decide_on_parked(delivery, record)
-        elif delivery.num_delivered == 1:
-            self._buffer.admit(delivery)
-        else:
-            await self._carry_out(known, delivery, record)
+        known = "run" if delivery.num_delivered == 1 else known
+        await self._carry_out(known, delivery, record, at_once=decision is not None)
 
-    async def _carry_out(self, known: verdicts.Known, delivery: Delivery, record: PriorRecord) -> None:
+    async def _carry_out(
+        self, known: verdicts.Known, delivery: Delivery, record: PriorRecord, *, at_once: bool
+    ) -> None:
         """Run the handler of a delivery, or settle the delivery without that, as `verdicts.before_handling` says."""
         match known:
             case "run":
-                if not self._settler.postpone(delivery, record):
-                    self._buffer.admit(delivery)
+                self._run(delivery, record, at_once=at_once)
             case "run_recorded":
-                self._buffer.admit(delivery, begin=partial(self._begin, delivery, alone=False))
+                delivery.begin = partial(self._begin, delivery, alone=False)
+                self._flow.admit(delivery, tried=record.tried, at_once=at_once)
             case "run_alone":
                 await self._run_alone(delivery)
             case "worker_died":
@@ -142,20 +150,6 @@ class Redeliveries:
             case "max_deliveries":
                 exhausted = DeliveriesExhaustedError(delivery.num_delivered)
                 await self._fail(delivery, Failure(exhausted, final="max_deliveries"))
-
-    async def _decide_on_parked(self, delivery: Delivery, known: PriorRecord) -> None:
-        """Do what a person has decided about a notification that is parked, or leave it parked."""
-        record, parked = await self._failures.parked(delivery)
-        if not self._buffer.is_next(delivery):
-            return
-        if parked is not None and parked.skip:
-            skipped = SkippedError(parked.attempts, parked.error)
-            await self._fail(delivery, Failure(skipped, final="skipped"))
-        elif record.stored and record.failures < known.failures:
-            self._buffer.note_record(delivery, record)
-            self._buffer.admit(delivery)
-        else:
-            await self._settler.park(delivery, parked)
 
     async def _read(self, delivery: Delivery) -> bool:
         """Read the message of a delivery again, and return whether it could be read."""
@@ -166,13 +160,15 @@ class Redeliveries:
             message = None
         except BackendError as error:
             self._note_unread(delivery, error)
-            self._buffer.retry_later(delivery, after_seconds=READ_AGAIN_SECONDS)
+            if self._flow.dispatch.start(delivery):
+                self._flow.retry_later(delivery, after_seconds=READ_AGAIN_SECONDS)
             return False
         self._note_readable()
         if message is None or abs(message.timestamp_ns - delivery.message.timestamp_ns) > SAME_TIME_NS:
             self._settler.nak_removed(delivery)
             return False
-        self._buffer.restore_body(delivery, message)
+        if self._flow.holds(delivery):
+            self._flow.replace(delivery, message)
         return True
 
     def _note_unread(self, delivery: Delivery, error: BackendError) -> None:
@@ -197,9 +193,10 @@ class Redeliveries:
 
     async def _run_alone(self, delivery: Delivery) -> None:
         async with self._isolation.of(delivery):
-            if self._buffer.closed or not self._buffer.holds(delivery):
+            if self._flow.closed or delivery.place != ASKED:
                 return
-            self._buffer.admit(delivery, first=True, begin=partial(self._begin, delivery, alone=True))
+            delivery.begin = partial(self._begin, delivery, alone=True)
+            self._flow.admit(delivery, tried=True, alone=True)
             try:
                 await self._isolation.ended()
             finally:
@@ -211,4 +208,6 @@ class Redeliveries:
             await self._failures.begin(delivery, alone=alone)
 
     async def _fail(self, delivery: Delivery, failure: Failure) -> None:
+        if not self._flow.dispatch.start(delivery):
+            return
         await self._settler.settle(delivery, failure, started=self._clock.monotonic())

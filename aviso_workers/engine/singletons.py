@@ -18,7 +18,7 @@ import anyio
 from aviso_workers.backends import Delivery
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import calls
-from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.flow import Flow
 from aviso_workers.errors import TakenOverError
 
 __all__ = ["SingletonCalls", "check", "needing"]
@@ -29,7 +29,7 @@ class _Held(Protocol):
     def held(self) -> bool: ...
 
 
-_NEEDED: ContextVar[_Held | None] = ContextVar("needed", default=None)
+_NEEDED: ContextVar[tuple[_Held, ...]] = ContextVar("needed", default=())
 """What the call that runs may lose."""
 
 
@@ -41,10 +41,10 @@ class SingletonCalls:
         self._scope = anyio.CancelScope()
 
     async def call(
-        self, function: Callable[[Any], Awaitable[Failure | None]], buffer: Buffer, notification: Any
+        self, function: Callable[[Any], Awaitable[Failure | None]], flow: Flow, notification: Any
     ) -> Failure | None:
         """Return what the function returns. Raises `TakenOverError` where another worker may have the notification."""
-        self._handled = buffer.delivery_of(notification.sequence)
+        self._handled = flow.delivery_of(notification.sequence)
         with needing(self._handled):
             check()
             with anyio.CancelScope() as self._scope:
@@ -59,8 +59,8 @@ class SingletonCalls:
 
 @contextmanager
 def needing(held: _Held | None) -> Iterator[None]:
-    """Refuse in the block what `check` is asked for, once this is not held any more."""
-    token = _NEEDED.set(held)
+    """Refuse in the block what `check` is asked for, once this is not held any more, if there is something to hold."""
+    token = _NEEDED.set((*_NEEDED.get(), held) if held is not None else _NEEDED.get())
     try:
         yield
     finally:
@@ -69,6 +69,6 @@ def needing(held: _Held | None) -> Iterator[None]:
 
 def check() -> None:
     """Raise `TakenOverError` in a handler whose notification, or place, may have been given to another worker."""
-    needed = _NEEDED.get()
-    if needed is not None and not needed.held:
-        raise TakenOverError
+    for needed in _NEEDED.get():
+        if not needed.held:
+            raise TakenOverError

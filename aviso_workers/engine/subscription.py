@@ -1,7 +1,7 @@
 """A subscription at work: its consumers opened, watched and opened again after a wait, its workers drained in order.
 
 `session` hands in a `Subscription`: an agent (`agent_subscriptions`), or what is delivered later (`delayed_delivery`).
-A delivery goes from its consumer into the buffer (`feeds`), from which a handler takes it.
+A delivery goes from its consumer into the flow (`feeds`), from which a handler takes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from aviso_workers.declare.agents import Task
 from aviso_workers.declare.retry import Backoff, Restarts
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging, calls, feeds
-from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.redeliveries import Redeliveries
@@ -61,10 +60,10 @@ QUIET_SECONDS = 1.0
 
 
 class Handler(Protocol):
-    """Takes deliveries from a buffer and settles them: a call form of authors' functions, or a feature's."""
+    """Takes deliveries from a flow and settles them: a call form of authors' functions, or a feature's."""
 
     async def work(self) -> None:
-        """Take from the buffer and settle, until the buffer is closed."""
+        """Take from the flow and settle, until the flow is closed."""
 
 
 class SubscriptionRun:
@@ -83,13 +82,12 @@ class SubscriptionRun:
         shield: Shield | None = None,
     ) -> None:
         """One that `keeps_reading` does so while all of its calls hang, because nobody else could take anything."""
-        self.buffer = flow.buffer
+        self.flow = flow
         self.returned = 0
         """Deliveries that were given back because the worker stops."""
         self.abandoned: list[Delivery] = []
         """Deliveries that were given back although their calls still run, because these cannot be cancelled."""
         self._handler = handler
-        self._flow = flow
         self._redeliveries = redeliveries
         self._timeouts = timeouts
         self._keeps_reading = keeps_reading
@@ -103,11 +101,11 @@ class SubscriptionRun:
         """Return how many deliveries could be taken now."""
         if self._stopping or self._is_stuck:
             return 0
-        return self._flow.capacity()
+        return self.flow.capacity()
 
     def pinned(self, stream: str) -> bool:
         """Return whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
-        return self._flow.pinned(stream)
+        return self.flow.pinned(stream)
 
     def report_within(self, ack_wait_seconds: float) -> None:
         """Let no such time pass from now on without a report that what is held here is in progress."""
@@ -118,19 +116,19 @@ class SubscriptionRun:
         """Trust what a consumer delivers that is opened now, and return how often what was held was left to others: its
         deliveries count only as long as that is so.
         """
-        if not self._flow.consumers and not self._keeps_reading:
-            self.buffer.trust_until(self._clock.monotonic() + self._ack_wait_seconds)
-        return self.buffer.lapses
+        if not self.flow.consumers and not self._keeps_reading:
+            self.flow.trust_until(self._clock.monotonic() + self._ack_wait_seconds)
+        return self.flow.lapses
 
     def attach(self, stream: str, consumer: Consumer) -> None:
         """Add a consumer that is read from now on; it is called when there is capacity."""
-        self._flow.attach(stream, consumer)
+        self.flow.attach(stream, consumer)
 
     def detach(self, stream: str) -> None:
         """Remove a consumer that is not read any more. A stuck agent gives back what waits with its last one."""
-        self._flow.detach(stream)
-        if self._is_stuck and not self._flow.consumers and not self._stopping:
-            acknowledging.give_back(self.buffer.withdraw())
+        self.flow.detach(stream)
+        if self._is_stuck and not self.flow.consumers and not self._stopping:
+            acknowledging.give_back(self.flow.withdraw())
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled, however long."""
@@ -141,7 +139,7 @@ class SubscriptionRun:
 
     async def until_lapsed(self) -> None:
         """Wait until what is held here may have been given to others."""
-        await self.buffer.lapsed.wait()
+        await self.flow.lapsed.wait()
 
     async def until_not_stuck(self) -> None:
         if self._timeouts is not None and not self._keeps_reading:
@@ -163,23 +161,23 @@ class SubscriptionRun:
                     async with anyio.create_task_group() as workers:
                         if self._redeliveries is not None:
                             workers.start_soon(self._redeliveries.work)
-                        for _ in range(self._flow.workers):
+                        for _ in range(self.flow.workers):
                             workers.start_soon(self._handler.work)
                         await stop.wait()
                         drained_by = self._clock.monotonic() + drain_timeout_seconds
                         timer = self._clock.call_at(drained_by, partial(self._end_draining, draining))
                         self._stopping = True
-                        self.buffer.close()
+                        self.flow.close()
                         await self._stop_reading()
-                        if not self.buffer.ordered:  # else all of it at the end, or a key would overtake its head
-                            self.returned += acknowledging.give_back(self.buffer.withdraw())
+                        if not self.flow.ordered:  # else all of it at the end, or a key would overtake its head
+                            self.returned += acknowledging.give_back(self.flow.withdraw())
                     timer.cancel()
             finally:  # also where all of this is cancelled
                 abandoning.cancel()
                 try:
                     await self._end_redeliveries()
                 finally:
-                    self.returned += acknowledging.give_back(self.buffer.withdraw_all())
+                    self.returned += acknowledging.give_back(self.flow.withdraw_all())
             beating.cancel_scope.cancel()
 
     async def _abandon(self, scope: anyio.CancelScope) -> None:
@@ -189,7 +187,7 @@ class SubscriptionRun:
             if self._redeliveries is not None:
                 with clocks.move_on_after(self._clock, RECORDS_SECONDS):
                     await self._redeliveries.end()
-            self.abandoned = self.buffer.withdraw_all()
+            self.abandoned = self.flow.withdraw_all()
             self.returned += acknowledging.give_back(self.abandoned)
             if self.abandoned and self._timeouts is not None:
                 self._timeouts.tell_abandoned([delivery.message.sequence for delivery in self.abandoned])
@@ -218,24 +216,24 @@ class SubscriptionRun:
             with clocks.move_on_after(self._clock, self._ack_wait_seconds / HEARTBEATS):
                 await self._beat_again.wait()
             self._beat_again = anyio.Event()
-            if not self.buffer.trusted:
-                self.buffer.lapse()
+            if not self.flow.trusted:
+                self.flow.lapse()
             sent_at = self._clock.monotonic()
-            await self.buffer.heartbeat()
-            if not self._keeps_reading and await self._reached() and self.buffer.trusted:
-                self.buffer.trust_until(sent_at + self._ack_wait_seconds)
+            await self.flow.heartbeat()
+            if not self._keeps_reading and await self._reached() and self.flow.trusted:
+                self.flow.trust_until(sent_at + self._ack_wait_seconds)
 
     async def _reached(self) -> bool:
         """Return whether the server has the reports that were sent, where there was something to report."""
         with clocks.move_on_after(self._clock, self._ack_wait_seconds), suppress(BackendError):
-            for consumer in self._flow.consumers[:1] if len(self.buffer) else ():
+            for consumer in self.flow.consumers[:1] if len(self.flow) else ():
                 await consumer.reached()
-            return bool(self._flow.consumers)
+            return bool(self.flow.consumers)
         return False
 
     async def _stop_reading(self) -> None:
         """Before anything is given back: it would come here again."""
-        for consumer in self._flow.consumers:
+        for consumer in self.flow.consumers:
             await consumer.stop()
 
 
@@ -292,7 +290,7 @@ async def keep_running(
                     reading.start_soon(reader.keep_reading)
                 await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
                 drained.set()
-            events.emit(AgentStopped(agent=subscription.name, finished=run.buffer.finished, returned=run.returned))
+            events.emit(AgentStopped(agent=subscription.name, finished=run.flow.finished, returned=run.returned))
         beside.cancel_scope.cancel()
     if subscription.at_end is not None:
         await subscription.at_end()
@@ -352,20 +350,20 @@ class _FeedReader:
         if (made := await self._ensured()) is None:
             return
         info, passed = made
-        left = self._gave_back or run.buffer.lapses != self._lapses or not len(run.buffer)
+        left = self._gave_back or run.flow.lapses != self._lapses or not len(run.flow)
         gathers = feed.in_order and info.num_ack_pending > 0 and left
         self._gave_back = False
         if gathers:
             await clocks.sleep_until(self._clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, self._stop)
-            run.buffer.gather(info.num_ack_pending)
+            run.flow.gather(info.num_ack_pending)
 
         if feed.repeats is not None:
             feed.repeats.opened(info)
         lapses = self._lapses = run.begin_reading()
-        put = feeds.delivering(feed, run.buffer, backend=self._backend, joining=joining)
+        put = feeds.delivering(feed, run.flow, backend=self._backend, joining=joining)
 
         def deliver(deliveries: Sequence[Delivery]) -> None:
-            if run.buffer.lapses == lapses:  # else they may have come before this process was away
+            if run.flow.lapses == lapses:  # else they may have come before this process was away
                 put(deliveries)
 
         async with self._backend.consume(
@@ -375,7 +373,7 @@ class _FeedReader:
             self._events.emit(AgentStarted(agent=self._name, stream=self._stream, consumer=consumer, passed=passed))
             self._restarts.note_start(self._clock.monotonic())
             if gathers:
-                joining.start_soon(_release_when_quiet, run.buffer, self._clock)
+                joining.start_soon(_release_when_quiet, run.flow, self._clock)
             try:
                 await self._read_on(opened)
             finally:
@@ -402,7 +400,7 @@ class _FeedReader:
     async def _read_on(self, opened: Consumer) -> None:
         ends = (opened.lost, self._run.until_stuck, self._run.until_lapsed, *self._feed.interrupted)
         await _run_until(self._stop, *ends)
-        lapsed = self._run.buffer.lapsed.is_set()
+        lapsed = self._run.flow.lapsed.is_set()
         await opened.stop()
         if self._stop.is_set():
             await self._drained.wait()
@@ -416,14 +414,14 @@ class _FeedReader:
             )
 
 
-async def _release_when_quiet(buffer: Buffer, clock: Clock) -> None:
-    """Let the buffer hand out what it gathers once nothing more comes: the rest is held by workers that live."""
+async def _release_when_quiet(flow: Flow, clock: Clock) -> None:
+    """Let the flow hand out what it gathers once nothing more comes: the rest is held by workers that live."""
     missing = 0
-    while buffer.gather_left and buffer.gather_left != missing:
-        missing = buffer.gather_left
+    while flow.gather_left and flow.gather_left != missing:
+        missing = flow.gather_left
         await clock.sleep(QUIET_SECONDS)
-    if buffer.gather_left:
-        buffer.release()
+    if flow.gather_left:
+        flow.release()
 
 
 async def _passed(backend: Backend, stream: StreamSpec, info: ConsumerInfo) -> Passed | None:

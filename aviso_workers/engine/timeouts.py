@@ -21,7 +21,7 @@ import anyio
 
 from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.outages import OWN_TIMEOUT
+from aviso_workers.declare.dependencies import OWN_TIMEOUT
 from aviso_workers.engine import calls
 from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Events
 

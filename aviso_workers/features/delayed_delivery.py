@@ -23,7 +23,6 @@ from aviso_workers.config import Config
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import Ack, Nak, Settlement, Term
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.subscription import Subscription, SubscriptionRun, consumer_spec
@@ -53,7 +52,7 @@ def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, 
     The server must be new enough (`delayed_messages.is_served`).
     """
     flow = Flow(backend.clock, workers=CONCURRENCY, least=PREFETCH)
-    delayed = _DelayedDelivery(backend, buffer=flow.buffer, event_types=config.notification_schema, events=events)
+    delayed = _DelayedDelivery(backend, flow=flow, event_types=config.notification_schema, events=events)
     consumer = consumer_spec(DURABLE, (f"{DUE}.>",), ACK_WAIT_SECONDS, max_ack_pending=-1)
     return Subscription(
         name=READER,
@@ -66,22 +65,20 @@ def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, 
 class _DelayedDelivery:
     """Handles what is due: publishes it where it belongs."""
 
-    def __init__(
-        self, backend: Backend, *, buffer: Buffer, event_types: Mapping[str, EventType], events: Events
-    ) -> None:
+    def __init__(self, backend: Backend, *, flow: Flow, event_types: Mapping[str, EventType], events: Events) -> None:
         """`event_types` are those of this app's configuration. What is for others is left to workers that have them."""
         self._backend = backend
-        self._buffer = buffer
+        self._flow = flow
         bases = {name: schema.topic_of(name, event_type).base for name, event_type in event_types.items()}
         self._event_types = {topics.stream_name(base): (name, base) for name, base in bases.items()}
         """By stream: the event type, and its base."""
         self._events = events
 
     async def work(self) -> None:
-        """Handle one delivery after the other from the buffer; see `subscription.Handler`."""
-        while (delivery := await self._buffer.take()) is not None:
+        """Handle one delivery after the other from the flow; see `subscription.Handler`."""
+        while (delivery := await self._flow.take()) is not None:
             acknowledging.settle(delivery, await self._settlement(delivery))
-            self._buffer.finish(delivery)
+            self._flow.finish(delivery)
 
     async def _settlement(self, delivery: Delivery) -> Settlement:
         try:

@@ -31,7 +31,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch, Stream
 from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError
 from aviso_workers.engine.acknowledging import OnDeadLetter
-from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.handlers.one import Guard, Step
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.events import Events, Sampled, Settled
@@ -102,9 +102,9 @@ class Spans:
         if agent.form is Stream:
             return inner
 
-        async def call(step: Step, buffer: Buffer, argument: Any) -> Failure | None:
+        async def call(step: Step, flow: Flow, argument: Any) -> Failure | None:
             with self._processing(agent, argument) as span:
-                failure = await (step(argument) if inner is None else inner(step, buffer, argument))
+                failure = await (step(argument) if inner is None else inner(step, flow, argument))
                 if failure is not None:
                     _fail(span, failure.error)
                 return failure

@@ -127,12 +127,17 @@ class KeyValue(Protocol):
 
 
 class BulkKeyValue(KeyValue, Protocol):
-    """A bucket as a backend opens it, of which many keys can be written at once."""
+    """A bucket as a backend opens it, of which many keys can be written at once, and some be found among many."""
 
     async def put_many(self, values: Mapping[str, bytes | None]) -> None:
         """Store the values of these keys, and remove the keys whose value is None, all under way at once.
 
         Raises the error of the first that could not be stored; the others are stored or not.
+        """
+
+    async def next(self, keys: str, *, after: int = 0) -> Entry | None:
+        """Return the first entry after a revision of a key that a filter takes, such as `index.*`, deletions as well;
+        None where there is none.
         """
 
 

@@ -20,7 +20,7 @@ from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Router
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.ops import agent_inventory, aviso_admin, inventory, retirement
-from aviso_workers.state import consumer_records, outage_records, window_records
+from aviso_workers.state import consumer_records, window_records
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import RETRIES
@@ -152,12 +152,11 @@ async def pause(admin: Admin, agent: AgentConsumer, *, seconds: float | None = N
 
 
 async def resume(admin: Admin, agent: AgentConsumer) -> None:
-    """Resume the agent, whether it is paused or its workers have halted it. Raises `BackendError`."""
+    """Resume the agent. Raises `BackendError`."""
     for stream in (agent.stream, *agent.beside):
         await admin.pause_consumer(stream, agent.consumer, until=None)
     with suppress(NotFoundError):
         await admin.pause_consumer(RETRIES, agent.consumer, until=None)
-    await outage_records.end_halt(admin, app=agent.app, agent=agent.agent)
 
 
 async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:

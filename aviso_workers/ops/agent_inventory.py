@@ -18,9 +18,8 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import agents as agents_
 from aviso_workers.errors import NotFoundError, UndecodableError
-from aviso_workers.ops import inventory, parked
+from aviso_workers.ops import inventory
 from aviso_workers.ops.denials import Denials, asked
-from aviso_workers.ops.parked import Parked
 from aviso_workers.state import (
     consumer_records,
     dead_letter_records,
@@ -28,14 +27,12 @@ from aviso_workers.state import (
     delayed_messages,
     failure_counts,
     failure_records,
-    outage_records,
     timer_requests,
     versions,
 )
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.declarations import AppDeclarations, Deploy
 from aviso_workers.state.failure_records import LastFailure
-from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
 from aviso_workers.state.timer_requests import Pause, Run
 from aviso_workers.state.versions import Registered
@@ -70,7 +67,7 @@ class RunAlone(Struct, frozen=True, kw_only=True):
 
 
 class Recorded(Struct, frozen=True, kw_only=True):
-    """What workers have recorded in the bucket of `consumer_records`, and what is parked in those of failure counts."""
+    """What workers have recorded in the bucket of `consumer_records`."""
 
     time: datetime
     """When it was read, by the server's clock."""
@@ -80,14 +77,10 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The functions of agents whose workers run several, by stream and consumer: module and qualified name of each."""
     failures: dict[tuple[str, str, str], LastFailure]
     """The last failures of agents, timers and tasks, by app, kind and name."""
-    outages: dict[tuple[str, str], OutageRecord]
-    """The outages that last, by app and agent."""
     pauses: dict[tuple[str, str], Pause]
     """The pauses of timers that last, by app and timer."""
     runs: dict[tuple[str, str], Run]
     """The last runs of timers that somebody has asked for, by app and timer."""
-    parked: dict[tuple[str, str], tuple[Parked, ...]]
-    """What waits for a person, the oldest first, by stream and consumer."""
     deploys: dict[str, tuple[Deploy, ...]] = {}
     """The last deploys, by app, the newest last."""
     apps: dict[str, AppDeclarations] = {}
@@ -116,8 +109,8 @@ async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInf
 
 
 async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
-    """Return what workers have recorded. What our user may not read of what is parked is left out. Raises
-    `BackendError`; with `denied`, what the server denies is noted there, as `records` and as `parked.everywhere` does.
+    """Return what workers have recorded. Raises `BackendError`; with `denied`, what the server denies is noted there as
+    `records`.
     """
     entries = await asked(denied, "records", consumer_records.entries(admin), [])
     time = await asked(denied, "records", consumer_records.time(admin), clocks.utc_now(admin.clock))
@@ -126,7 +119,6 @@ async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
         (stream, agents_.durable_name(owner, agent)): tuple(sorted({each.version.function for each in found} - {""}))
         for (owner, agent, stream), found in registered.items()
     }
-    stopped = await parked.everywhere(admin, Denials() if denied is None else denied)
     return Recorded(
         time=time,
         consumers={
@@ -135,12 +127,8 @@ async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
         },
         functions={key: names for key, names in functions.items() if len(names) > 1},
         failures=failure_records.parsed(entries),
-        outages=outage_records.parsed(entries),
         pauses=timer_requests.pauses(entries, now=time),
         runs=timer_requests.runs(entries),
-        parked={
-            (stream, agents_.durable_name(owner, agent)): found for (owner, agent, stream), found in stopped.items()
-        },
         deploys=declarations.deploys(entries),
         apps=declarations.parsed(entries),
         versions=registered,

@@ -7,7 +7,7 @@ its events and that of what is tried again; `differing` compares them with the c
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 from msgspec import Struct, field
@@ -18,30 +18,27 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent, Router
-from aviso_workers.declare.verdicts import PARKED_SECONDS
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
-from aviso_workers.ops import agent_control, agent_inventory, aviso_admin, parked, stuck
+from aviso_workers.ops import agent_control, agent_inventory, aviso_admin, retried, stuck
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.denials import Denials, asked, noted
-from aviso_workers.ops.parked import Parked
 from aviso_workers.state.consumer_records import ConsumerRecord
-from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
-from aviso_workers.state.outage_records import OutageRecord
+from aviso_workers.state.failure_records import LastFailure, Retrying
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from aviso_workers.task_groups import task_group
 
 __all__ = [
     "AgentProgress",
     "AgentRow",
+    "away_text",
     "differing",
     "failing",
     "failing_text",
     "of_app",
     "of_deployment",
     "rows",
-    "waiting_text",
 ]
 
 
@@ -65,12 +62,8 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
     """The functions that its workers run, where these are several."""
     failure: LastFailure | None = None
     """Its last failure; None where none is recorded."""
-    outage: OutageRecord | None = None
-    """The outage for whose end it waits; None where there is none."""
     unanswered: bool = False
     """Whether no server tells of its stream or its consumer: then nothing but its record is known."""
-    parked: tuple[Parked, ...] = ()
-    """What waits for a person, the oldest first."""
     recorded_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     """When the records were read, by the server's clock."""
     denied: str = ""
@@ -109,21 +102,13 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
             return self.waiting
         if self.functions:
             return f"two programs share it: {', '.join(self.functions)}"
-        of_events = [each for each in self.parked if each.stream == self.stream]
+        of_events = [each for each in self.blocked if not each.handed_back]
         return stuck.why_stuck(self.events, before.events if before else None, self.record, of_events)
 
     @property
     def waiting(self) -> str:
-        """Since when and why it waits for the end of an outage; empty where it does not, or no worker of it runs."""
-        return waiting_text(self.outage, now=self.time) if self.outage is not None else ""
-
-    @property
-    def handed_back(self) -> str:
-        """That a person has decided on what was parked, while its worker may not have looked yet; else empty."""
-        decided = self.record.decided if self.record and self.ack_pending else None
-        if decided is None or (self.time - decided).total_seconds() > PARKED_SECONDS:
-            return ""
-        return f"handed back at {time_text(decided)}: its worker looks within a minute"
+        """Since when what it depends on is away, and the error; empty where that is there, or no worker of it runs."""
+        return away_text(self.failure, now=self.time) if self.failure is not None else ""
 
     @property
     def failing(self) -> str:
@@ -135,17 +120,14 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
 
     @property
     def retrying(self) -> list[Retrying]:
-        """The notifications that are tried again, as far as they are recorded: those due first. One that was due and
-        has not failed again since is handled by now, or runs.
-        """
-        if (
-            self.failure is None
-            or self.failure.until <= self.time
-            or (self.events is not None and not self.ack_pending)
-        ):
-            return []
-        recently = self.time - timedelta(seconds=2 * WRITE_SECONDS)
-        return [each for each in self.failure.retrying if each.again_at > recently]
+        """The notifications that are retried, as far as they are recorded; see `retried.listed`."""
+        found = retried.listed(self.failure, self.events, self.retries, now=self.time)
+        return [each for each in found if each.stream == self.stream]
+
+    @property
+    def blocked(self) -> list[Retrying]:
+        """Those of them at which the agent is blocked."""
+        return [each for each in self.retrying if each.blocked]
 
     @property
     def time(self) -> datetime:
@@ -158,10 +140,10 @@ class AgentProgress(Struct, frozen=True, kw_only=True):
         trouble = self.trouble_since(before)
         if trouble and trouble == self.waiting:  # which says the error already
             return f"{paused}; {trouble}" if paused else trouble
-        stopped = self.handed_back
-        if self.parked:
-            stopped = f"parked: {parked.waiting_text(self.parked)}; {parked.commands_text(self.parked)}"
-        said = (trouble or paused, stopped or (trouble and self.failing))
+        blocked = retried.blocked_text(self.blocked)
+        if blocked:
+            blocked = f"{blocked}; {retried.commands_text(self.app, self.agent)}"
+        said = (trouble or paused, blocked or (trouble and self.failing))
         return "; ".join(filter(None, said)) or self.failing or self.denied or ("ok" if self.lag else "idle")
 
     @property
@@ -212,11 +194,10 @@ class AgentRow(Struct, frozen=True, kw_only=True):
     trouble: str = ""
     why_none: str = ""
     failing: str = ""
-    parked: int = 0
-    """The number of notifications that wait for a person."""
+    blocked: int = 0
+    """The number of notifications at which it is blocked."""
     state: str
-    """The state of the agent: `trouble` and `failing`, `paused until`, `parked`, `handed back`, `ok`, or `idle` without
-    a lag."""
+    """The state of the agent: `trouble` and `failing`, `paused until`, `blocked at`, `ok`, or `idle` without a lag."""
 
 
 class _Snapshot(Struct, kw_only=True):
@@ -283,9 +264,8 @@ class _Snapshot(Struct, kw_only=True):
     def progress(self, app: str, agent: str, stream: str) -> AgentProgress:
         events, retries = self.consumers.get((app, agent, stream)), self.retries.get((app, agent))
         of_retries = ("retries",) if events else (f"agents of {stream}",)
-        of_parked = ("parked", f"parked of {app}") if any(each and each.lag for each in (events, retries)) else ()
         name = agents.durable_name(app, agent)
-        denied, behind = self._denied("records", *of_retries, *of_parked), self.behind.get((app, agent, stream))
+        denied, behind = self._denied("records", *of_retries), self.behind.get((app, agent, stream))
         return AgentProgress(
             app=app,
             agent=agent,
@@ -298,14 +278,8 @@ class _Snapshot(Struct, kw_only=True):
             denied=denied,
             functions=self.recorded.functions.get((stream, name), ()),
             failure=self.recorded.failures.get((app, "agents", agent)),
-            outage=self.recorded.outages.get((app, agent)),
             unanswered=not events and behind is None and (bool(denied) or (app, agent, stream) in self.unanswered),
             recorded_at=self.recorded.time,
-            parked=tuple(
-                each
-                for of, consumer in ((stream, events), (RETRIES, retries))
-                for each in parked.unsettled(self.recorded.parked.get((of, name), ()), consumer)
-            ),
         )
 
 
@@ -366,7 +340,7 @@ def _row(now: AgentProgress, before: AgentProgress | None, seconds: float) -> Ag
         trouble=now.trouble_since(before),
         why_none=now.why_none,
         failing=now.failing,
-        parked=len(now.parked),
+        blocked=len(now.blocked),
         state=now.why_none or now.state_since(before),
     )
 
@@ -422,17 +396,11 @@ def failing_text(failure: LastFailure, *, doing: str = "failing") -> str:
     return f"{doing} since {time_text(failure.since)}, {times}: {failure.described}"
 
 
-def waiting_text(outage: OutageRecord, *, now: datetime) -> str:
-    """Return since when and why an agent waits for the end of an outage, or is halted; empty where no worker of it runs
-    any more.
-    """
-    due = outage.written + timedelta(seconds=outage.again_in_seconds)
-    if outage.is_abandoned(now):
+def away_text(failure: LastFailure, *, now: datetime) -> str:
+    """Return since when what an agent depends on is away, and the error; empty where no worker of it says so."""
+    if not failure.is_away(now) or failure.away_since is None:
         return ""
-    if outage.halted:
-        return f"halted since {time_text(outage.since)}: {outage.reason}; resume it by `agents resume`"
-    seconds = max(0.0, (due - now).total_seconds())
-    return f"outage since {time_text(outage.since)}: {outage.reason}; tries again in {seconds:.0f} s"
+    return f"outage since {time_text(failure.away_since)}: {failure.away}"
 
 
 def _sum(progress: AgentProgress, number: str) -> int:

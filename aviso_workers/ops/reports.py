@@ -18,7 +18,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.errors import NotFoundError, ServerProcessError
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
-from aviso_workers.ops import agent_inventory, inventory, stuck
+from aviso_workers.ops import agent_inventory, inventory, retried, stuck
 from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.denials import Denials
 from aviso_workers.ops.doctor import monitoring_port
@@ -240,7 +240,9 @@ def _consumer_row(key: tuple[str, str], now: ServerSnapshot, before: ServerSnaps
         deliveries=found.deliveries,
         last_settled=found.last_settled,
         paused=found.paused,
-        stuck=stuck.why_stuck(found, known, now.recorded.consumers.get(key), now.recorded.parked.get(key, ())),
+        stuck=stuck.why_stuck(
+            found, known, now.recorded.consumers.get(key), retried.blocked(now.recorded.failures, key[0], found)
+        ),
     )
 
 

@@ -3,8 +3,8 @@
 The ack floor is before the oldest notification that is not finished. So notifications that are settled after it,
 however many, do not hide it. The server does not say since when it is unchanged; the workers' records do
 (`engine.consumer_records`), and say how long the agent's policy allows it. Without a record, such as for other clients'
-consumers, the last delivery or acknowledgement is taken, which traffic can hide; also where something is parked, which
-is before everything else. What a person has decided on begins anew with that, and its time too.
+consumers, the last delivery or acknowledgement is taken, which traffic can hide; also where an agent is blocked at a
+notification, which is before everything else.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from datetime import datetime
 
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.jetstream.fields import SECOND
-from aviso_workers.ops.parked import Parked
 from aviso_workers.state import consumer_records
 from aviso_workers.state.consumer_records import ConsumerRecord
+from aviso_workers.state.failure_records import Retrying
 
 __all__ = ["is_abandoned", "unfinished_since", "why_stuck"]
 
@@ -25,12 +25,12 @@ def why_stuck(
     now: ConsumerInfo,
     before: ConsumerInfo | None,
     record: ConsumerRecord | None,
-    parked: Collection[Parked] = (),
+    blocked: Collection[Retrying] = (),
 ) -> str:
     """Return the reason why a consumer is stuck, as text; empty where it is not.
 
-    `before` is an earlier state of it. Without one, only delivered notifications can be judged. What is `parked`, and
-    what waits behind that, is unfinished until a person decides.
+    `before` is an earlier state of it. Without one, only delivered notifications can be judged. Where the
+    agent is `blocked`, those notifications and what waits behind them are unfinished for as long as they fail.
     """
     if now.paused or not now.lag or (before and (not before.lag or before.ack_floor != now.ack_floor)):
         return ""
@@ -39,11 +39,9 @@ def why_stuck(
         return f"{now.num_pending} pending, and no worker pulls them" if idle else ""
     if before and is_abandoned(now, before, record):
         return f"{now.num_pending} pending and {now.num_ack_pending} not finished, and no worker pulls them"
-    if parked and now.num_ack_pending <= sum(1 + each.record.behind for each in parked):
+    if blocked and now.num_ack_pending <= sum(1 + each.behind for each in blocked):
         return ""
-    since = unfinished_since(now, None if parked else record)
-    if since and record and record.decided:
-        since = max(since, record.decided)
+    since = unfinished_since(now, None if blocked else record)
     seconds = (now.time - since).total_seconds() if since else 0.0
     if seconds <= (record.longest_seconds if record else _longest_seconds(now)):
         return ""

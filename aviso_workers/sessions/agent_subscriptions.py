@@ -1,4 +1,4 @@
-"""An agent as a subscription: its two consumers, its buffer, its handler, and what ends its deliveries."""
+"""An agent as a subscription: its two consumers, its flow, its handler, and what ends its deliveries."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from aviso_workers.declare.batches import Batch, Stream
 from aviso_workers.declare.verdicts import Term
 from aviso_workers.engine import acknowledging, consumer_recorder, key_orders
 from aviso_workers.engine.acknowledging import OnDeadLetter, Settler
-from aviso_workers.engine.agent_breakers import AgentBreaker
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.breakers import CircuitBreaker
-from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued
+from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import MAX_PREFETCH, Flow
 from aviso_workers.engine.handlers.batch import BatchHandler
-from aviso_workers.engine.handlers.one import HandlerContext, NotificationHandler
+from aviso_workers.engine.handlers.one import Guard, HandlerContext, NotificationHandler
 from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.handlers.stream import StreamHandler
 from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.outages import KeyGate, Outage
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
@@ -47,7 +46,7 @@ from aviso_workers.errors import NotFoundError, UndecodableError
 from aviso_workers.events import Events, Unreadable
 from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
-from aviso_workers.state import dead_letter_records, outage_records
+from aviso_workers.state import dead_letter_records
 from aviso_workers.state.dead_letter_records import retry_subject
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import RETRIES
@@ -102,24 +101,23 @@ class AgentSubscriptions:
         self._last_failures = last_failures
         self._events = events
         self._isolation = Isolation(backend.clock)
-        self.circuits: dict[str, CircuitBreaker] = {}
-        """By name, the breakers that agents share by `depends_on`."""
+        self.outages: dict[str, Outage] = {}
+        """By name, how the dependencies of agents that are at work are here."""
 
     def subscription(
         self,
         agent: Agent[Any, Any],
         event_type: EventType,
         known_agents: KnownAgents | None = None,
-        unavailable: tuple[type[Exception], ...] = (),
     ) -> Subscription:
-        """Return the agent's subscription. `unavailable` are exceptions of the whole app which say that something is
-        away that an agent depends on. Raises as `parse_where` does.
-        """
+        """Return the agent's subscription. Raises as `parse_where` does."""
         where = schema.parse_where(agent.event_type, event_type, agent.where)
         stream = streams.event_stream(agent.event_type, event_type, self._config)
         clock, policy = self._backend.clock, agent.policy
         singleton_calls = SingletonCalls() if policy.singleton else None
-        limits, make_buffer = self._limits(agent, where.topic)
+        outage, gate = self._outage(agent, where.topic)
+        limits, of_limits = self._limits(agent, where.topic)
+        stops: list[KeyGate | KeyLimit] = [*([gate] if gate else []), *limits]
         flow = Flow(
             clock,
             workers=policy.concurrency,
@@ -128,28 +126,17 @@ class AgentSubscriptions:
             most=1 if policy.singleton else MAX_PREFETCH,
             key=topics.key_of(where.topic, policy.order_by) if policy.order_by else None,
             isolation=self._isolation,
-            on_lost=singleton_calls.end if singleton_calls and agent.can_be_cancelled else None,
-            make_buffer=make_buffer,
+            limits=stops,
+            pace=outage.pace if policy.window is None else None,
+            **({"on_lost": singleton_calls.end} if singleton_calls and agent.can_be_cancelled else {}),
         )
-        buffer = flow.buffer
+        for each in stops:
+            each.attach(flow)
         shield = Shield(clock)
         failures = Failures(
             self._backend, app=self._app, agent=agent.name, stream=stream.name, shield=shield, events=self._events
         )
-        circuit = self._circuit(agent)
-        breaker = (
-            None
-            if circuit is None
-            else AgentBreaker(
-                agent,
-                circuit,
-                unavailable=(*policy.unavailable, *unavailable),
-                flow=flow,
-                backend=self._backend,
-                app=self._app,
-                events=self._events,
-            )
-        )
+        decisions = Decisions(self._backend, app=self._app, agent=agent.name, stream=stream.name, flow=flow)
         repeats = Repeats(self._backend, stream=stream.name, consumer=agent.durable_name(self._app))
         reader = NotificationReader(
             agent.event_type,
@@ -162,23 +149,24 @@ class AgentSubscriptions:
         settler = Settler(
             agent,
             stream=stream.name,
-            buffer=buffer,
+            flow=flow,
             repeats=repeats,
             failures=failures,
+            decisions=decisions,
             dead_letters=self._dead_letters,
             last_failures=self._last_failures,
             shield=shield,
-            breaker=breaker,
+            outage=outage,
+            gate=gate,
             clock=clock,
             events=self._events,
-            on_dead_letter=self._on_dead_letter(agent, event_type, reader, stream.name),
+            on_dead_letter=self._on_dead_letter(agent, event_type, reader, stream.name, outage),
         )
         timeouts = Timeouts(agent, clock=clock, events=self._events)
-        of_limits = next((limit.guard for limit in limits if limit.guard is not None), None)
         guard = of_limits if singleton_calls is None else singleton_calls.call
         context = HandlerContext(
             agent,
-            buffer=buffer,
+            flow=flow,
             reader=reader,
             outputs=Outputs(agent, app=self._app, stream=stream.name, publisher=self._publisher),
             settler=settler,
@@ -196,8 +184,9 @@ class AgentSubscriptions:
                 backend=self._backend,
                 agent=agent.name,
                 stream=stream.name,
-                buffer=buffer,
+                flow=flow,
                 failures=failures,
+                decisions=decisions,
                 settler=settler,
                 isolation=self._isolation,
                 shield=shield,
@@ -216,28 +205,29 @@ class AgentSubscriptions:
             run=run,
             beside=[
                 shared.keep_in_line,
-                *([circuit.work, breaker.work] if circuit and breaker else []),
+                decisions.work,
+                outage.work,
                 *(limit.work for limit in limits),
             ],
             also=windows.close if windows is not None else None,
             at_end=shared.record_last,
         )
 
-    def _circuit(self, agent: Agent[Any, Any]) -> CircuitBreaker | None:
-        """Return the breaker of an agent, its own or that of what it depends on by name; None where it has none."""
-        policy, name = agent.policy, agent.policy.depends_on
-        if policy.breaker is None:
-            return None
-        circuit = self.circuits.get(name) if name else None
-        if circuit is None:
-            key = outage_records.key_of(self._app, agent.name, depends_on=name)
-            circuit = CircuitBreaker(policy.breaker, key=key, backend=self._backend, events=self._events)
-            if name:
-                self.circuits[name] = circuit
-        return circuit
+    def _outage(self, agent: Agent[Any, Any], topic: Topic) -> tuple[Outage, KeyGate | None]:
+        """Return how what an agent depends on is here, and what stops its notifications of a key that is away."""
+        dependency = agent.dependency
+        outage = self.outages.get(dependency.name) if agent.policy.depends_on is dependency else None
+        if outage is None:
+            declared = agent.policy.depends_on is not None
+            outage = Outage(dependency, declared=declared, clock=self._backend.clock, events=self._events)
+            if declared:
+                self.outages[dependency.name] = outage
+        if not dependency.by:
+            return outage, None
+        return outage, outage.gate(topics.key_of(topic, dependency.by))
 
     def _on_dead_letter(
-        self, agent: Agent[Any, Any], event_type: EventType, reader: NotificationReader, stream: str
+        self, agent: Agent[Any, Any], event_type: EventType, reader: NotificationReader, stream: str, outage: Outage
     ) -> OnDeadLetter | None:
         """Return what calls the agent's function of `on_dead_letter`, if it has one."""
         if not agent.dead_letter_functions:
@@ -247,20 +237,19 @@ class AgentSubscriptions:
         running = agent.running(agent.dead_letter_functions[0])
         readers = reader, NotificationReader(agent.event_type, event_type, payload_type=bytes)
         outputs = Outputs(running, app=self._app, stream=stream, publisher=self._publisher)
-        call = DeadLetterCalls(running, readers, outputs, clock=self._backend.clock, events=self._events).call
+        call = DeadLetterCalls(
+            running, readers, outputs, outage=outage, clock=self._backend.clock, events=self._events
+        ).call
         return call if self._traces is None else self._traces.dead_letters(agent, call)
 
-    def _limits(self, agent: Agent[Any, Any], topic: Topic) -> tuple[list[KeyLimit], Callable[..., Buffer]]:
-        """Return the agent's limits across the fleet, in the order in which they are asked, and what makes a buffer."""
+    def _limits(self, agent: Agent[Any, Any], topic: Topic) -> tuple[list[KeyLimit], Guard | None]:
+        """Return the agent's limits, in the order in which they are asked, and what makes its calls."""
         if not agent.policy.limits:
-            return [], Buffer
-        from aviso_workers.features.limits.places import Places
-        from aviso_workers.features.limits.rates import LimitedBuffer, RateTokens
+            return [], None
+        from aviso_workers.features.limits.places import guard_of, limits_of
 
-        given: dict[str, Any] = {"agent": agent, "app": self._app, "topic": topic, "backend": self._backend}
-        makers = [(limit, Places if limit.concurrent else RateTokens) for limit in agent.policy.limits]
-        limits: list[KeyLimit] = [make(limit, events=self._events, **given) for limit, make in makers]
-        return limits, partial(LimitedBuffer, limits=limits)
+        limits = limits_of(agent, app=self._app, topic=topic, backend=self._backend, events=self._events)
+        return limits, guard_of(limits)
 
     def _windows(self, context: HandlerContext, stream: str) -> WindowHandler | None:
         """Return what closes the windows of an agent that has some."""
@@ -349,7 +338,7 @@ class AgentSubscriptions:
                 leaves=leaves,
                 repeats=repeats,
                 provisioner=self._provisioner,
-                in_order=run.buffer.ordered,
+                in_order=run.flow.ordered,
                 # Who is busy, or waits for something to come, goes on asking, or would not stay pinned.
                 capacity=(lambda: 1) if policy.singleton else None,
                 priority=self._config.workers.priority,

@@ -22,13 +22,12 @@ from aviso_workers.aviso.notifications import Notification, Notify
 from aviso_workers.backends import Admin, Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
-from aviso_workers.declare import resources
+from aviso_workers.declare import dependencies, resources
 from aviso_workers.declare.agents import Agent, Task
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.windows import Window, Windowing
-from aviso_workers.engine import open_resources
-from aviso_workers.engine.breakers import CircuitBreaker
+from aviso_workers.engine import failure_recorder, open_resources
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.key_value import retried
@@ -44,10 +43,8 @@ from aviso_workers.events import (
     Events,
     ForeignAnswer,
     PermissionDenied,
-    TaskFailed,
     Ticked,
     Unreadable,
-    WindowDone,
 )
 from aviso_workers.features import delayed_delivery
 from aviso_workers.jetstream.specs import StreamSpec
@@ -68,7 +65,7 @@ from aviso_workers.task_groups import task_group
 if TYPE_CHECKING:
     from aviso_workers.features.traces import Spans
 
-__all__ = ["Session", "breaker", "is_stopping", "open_session"]
+__all__ = ["Session", "is_stopping", "open_session"]
 
 UPGRADED_SECONDS = 5.0
 """How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
@@ -80,21 +77,12 @@ MAX_FOREIGN = 10_000
 """How many foreign messages are remembered, so that each is told once."""
 
 _STOP: ContextVar[anyio.Event | None] = ContextVar("stop", default=None)
-_CIRCUITS: ContextVar[Mapping[str, CircuitBreaker] | None] = ContextVar("circuits", default=None)
-"""By name, the breakers of the worker that runs this code."""
 
 
 def is_stopping() -> bool:
     """Return whether the worker that runs this code was asked to stop; False where no worker runs it."""
     stop = _STOP.get()
     return stop is not None and stop.is_set()
-
-
-def breaker(name: str, session: Session) -> CircuitBreaker | None:
-    """Return the breaker that agents share by this name, in the worker that runs this code, or else in the session;
-    None where no agent with it is at work there.
-    """
-    return (_CIRCUITS.get() or session.circuits).get(name)
 
 
 class Session:
@@ -131,8 +119,6 @@ class Session:
             events=events,
             traces=self._traces,
         )
-        self.circuits: Mapping[str, CircuitBreaker] = self._agents.circuits
-        """By name, the breakers that agents at work share."""
         self._app = app
         self._config = config
         self._priority = config.workers.priority
@@ -257,20 +243,20 @@ class Session:
         if agents:
             await consumer_records.create_bucket(self.backend)
             self.publisher.compare_key_orders()
-        token, here = _STOP.set(stop), _CIRCUITS.set(self._agents.circuits)
+        token = _STOP.set(stop)
         try:
-            async with open_resources.opened(app.resources, app, instead=given) as values:
-                await self._work(
-                    app,
-                    stop,
-                    agents=[resources.bound(agent, values) for agent in agents],
-                    timers=[resources.bound(timer, values) for timer in app._timers_at_work()],
-                    tasks=[resources.bound(task, values) for task in app.tasks],
-                    begun=begun,
-                )
+            with dependencies.at_work(app.dependencies.values(), self._agents.outages):
+                async with open_resources.opened(app.resources, app, instead=given) as values:
+                    await self._work(
+                        app,
+                        stop,
+                        agents=[resources.bound(agent, values) for agent in agents],
+                        timers=[resources.bound(timer, values) for timer in app._timers_at_work()],
+                        tasks=[resources.bound(task, values) for task in app.tasks],
+                        begun=begun,
+                    )
         finally:
             _STOP.reset(token)
-            _CIRCUITS.reset(here)
 
     async def _work(
         self,
@@ -299,7 +285,7 @@ class Session:
                 if begun is not None:
                     watching.start_soon(self._tell_begun, agents, begun)  # first, so that it hears of all of them
                 for agent in agents:
-                    work.start_soon(self.run_agent, agent, stop, known_agents, app.unavailable)
+                    work.start_soon(self.run_agent, agent, stop, known_agents)
                 work.start_soon(self.run_delayed_delivery, stop)
                 if timers:
                     work.start_soon(self._run_timers, timers, stop)
@@ -340,8 +326,12 @@ class Session:
             await asyncapi.record(self.backend, self._config, app)
             await declarations.lost(self.backend, app=self._app)
 
+    async def record_failures(self) -> None:
+        """Record what has failed and is not recorded yet, which is done every few seconds anyhow."""
+        await self._last_failures.write()
+
     async def _record_failures(self) -> None:
-        with self._events.heard_by(self._last_failures.observe, Ticked, TaskFailed, WindowDone):
+        with self._events.heard_by(self._last_failures.observe, *failure_recorder.OBSERVED):
             try:
                 await self._last_failures.keep_writing()
             finally:
@@ -364,17 +354,12 @@ class Session:
         begun.set()
 
     async def run_agent(
-        self,
-        agent: Agent[Any, Any],
-        stop: anyio.Event,
-        known_agents: KnownAgents | None = None,
-        unavailable: tuple[type[Exception], ...] = (),
+        self, agent: Agent[Any, Any], stop: anyio.Event, known_agents: KnownAgents | None = None
     ) -> None:
         """Run the agent until `stop`, then let it finish. Beside `known_agents`, one that may be a renamed one does not
-        begin. `unavailable` are the exceptions of the app which say that something is away.
-        """
+        begin."""
         event_type = self._config.event_type(agent.event_type)
-        subscription = self._agents.subscription(agent, event_type, known_agents, unavailable)
+        subscription = self._agents.subscription(agent, event_type, known_agents)
         self.runs[agent.name] = subscription.run
         await self._keep_running(subscription, stop)
 

@@ -80,7 +80,7 @@ def at_work(
     return {
         name: AtWork(
             stream=stream,
-            in_flight=run.buffer.running if (run := runs.get(name)) else 0,
+            in_flight=run.flow.running if (run := runs.get(name)) else 0,
             at_once=at_once(agent),
             pinned=bool(run and run.pinned(stream)) if agent.policy.singleton else None,
         )

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from aviso_workers import clocks
 from aviso_workers.aviso.codec import read_json
@@ -37,12 +37,9 @@ from aviso_workers.state.kept import Kept
 
 __all__ = [
     "BUCKET",
-    "DECIDED",
     "FAILURE",
-    "HALT",
     "KEPT",
     "NOTES",
-    "OUTAGE",
     "PAUSE",
     "RUN",
     "STUCK_SECONDS",
@@ -75,19 +72,13 @@ KEPT = (
     ),
     Kept(
         bucket=BUCKET,
-        key="<app>/agents/<agent>/decided",
-        holds="when a person has last decided on parked notifications of an agent, and on how many (`ops.parked`)",
-        until="until `agents rm`",
-    ),
-    Kept(
-        bucket=BUCKET,
         key="streams/<stream>",
         holds="the key order with which the stream is read (`engine.key_orders`)",
         until="for ever",
     ),
 )
-FAILURE, OUTAGE, HALT, PAUSE, RUN, DECIDED = NOTES = ("failure", "outage", "halt", "pause", "run", "decided")
-"""What workers note for operators of an agent, a timer or a task, or (the last three) the other way round, as the last
+FAILURE, PAUSE, RUN = NOTES = ("failure", "pause", "run")
+"""What workers note for operators of an agent, a timer or a task, or (the last two) the other way round, as the last
 part of its key."""
 NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
 """What a key of a bucket cannot have, as the name of a task that is a lambda."""
@@ -113,8 +104,6 @@ class ConsumerRecord(Struct, frozen=True, kw_only=True):
     """How long it lets one attempt take; None in a record of a version that did not say it."""
     removed: bool = False
     """Whether an operator has removed the consumer since: then it is recreated at the agent's `start`."""
-    decided: datetime | None = None
-    """When a person has last decided on what is parked of the agent, by its note (`DECIDED`); None: not known."""
 
     def holds_for(self, stream_created: datetime | None) -> bool:
         """Return whether a missing consumer is to be made again after `ack_floor`, of a stream created at this time."""
@@ -147,14 +136,8 @@ async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]
 
 def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], ConsumerRecord]:
     """Return the records among the entries of the bucket, by app, agent and stream."""
-    entries = list(entries)
-    decided = {(app, name): each.time for (app, _, name), each in notes(entries, DECIDED)}
     found = [(each.key.split("/"), _read(each.value)) for each in entries]
-    return {
-        (key[0], key[1], key[2]): structs.replace(record, decided=decided.get((key[0], key[1])))
-        for key, record in found
-        if record and len(key) == 3
-    }
+    return {(key[0], key[1], key[2]): record for key, record in found if record and len(key) == 3}
 
 
 async def entries(backend: Backend) -> list[Entry]:

@@ -32,7 +32,7 @@ from aviso_workers.backends import Backend
 from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch
-from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.fields import Time
@@ -275,9 +275,8 @@ def policy(schema: Mapping[str, EventType], agent: Agent[Any, Any]) -> dict[str,
         "ack wait": f"{chosen.ack_wait:g} s",
         "timeout": f"{chosen.timeout:g} s" if chosen.timeout else "none",
         "order by": ", ".join(chosen.order_by) or "none",
-        "rate limit": f"{chosen.rate_limit:g} a second" if chosen.rate_limit else "none",
+        "limits": "; ".join(map(str, chosen.limits)) or "none",
     }
-    rows |= {"limit" if limit.concurrent else "rate limit": limit.text for limit in chosen.limits}
     if chosen.singleton:
         rows["singleton"] = "one worker handles one at a time, in order"
     if agent.form is Batch:
@@ -288,9 +287,9 @@ def policy(schema: Mapping[str, EventType], agent: Agent[Any, Any]) -> dict[str,
     return rows
 
 
-def _retry(backoff: Backoff) -> str:
+def _retry(backoff: RetryPolicy) -> str:
     return (
-        f"{backoff.attempts:g} attempts; waits from {backoff.first:g} s, times {backoff.factor:g}, "
+        f"{backoff.attempts or 'any number of'} attempts; waits from {backoff.first:g} s, times {backoff.factor:g}, "
         f"to {backoff.max:g} s, +-{backoff.jitter:.0%}"
     )
 

@@ -1,19 +1,23 @@
-"""The bucket of an app's failure counts, of the records of handlers that have begun, and of the notifications that are
-parked; `engine.attempts` writes them.
+"""The bucket of an app's failure counts, of the records of handlers that have begun, and of what persons have decided
+about notifications that are retried. `engine.attempts` writes the first two, `ops.retried` and `engine.decisions` the
+third.
 
-A count has the key `<agent>.<stream>.<sequence>.<store time>`, a record of a handler the same with `.began`, and that
-of a notification that is parked the same with `.parked`. A person decides on it (`ops.parked`): to try it again, its
-count becomes 0 and this record is deleted; to skip it, the record says so.
+A count has the key `<agent>.<stream>.<sequence>.<store time>`, a record of a handler the same with `.began`, and a
+decision the same with `.decided`.
 """
 
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import read_json, read_number
+from aviso_workers.backends import Entry, KeyValue
 from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.key_value import TTL, ttl_text
 from aviso_workers.state.kept import Kept
 
 __all__ = [
@@ -21,24 +25,34 @@ __all__ = [
     "BEGAN_SUBJECT",
     "BESIDE_OTHERS",
     "BUCKET_SUFFIX",
+    "DECIDED",
+    "DECISION_SECONDS",
     "KEPT",
-    "PARKED",
-    "PARKED_SUBJECT",
-    "ParkedRecord",
+    "KEPT_SECONDS",
+    "Decides",
+    "Decision",
+    "Outcome",
     "app_of",
-    "parked",
+    "decision",
+    "key_of",
     "parse_began",
+    "parse_key",
+    "store_decision",
 ]
 
 BESIDE_OTHERS = b"beside_others"
 ALONE = b"alone"
-PARKED = ".parked"
-"""How the key of a record of what is parked ends."""
+DECIDED = ".decided"
+"""How the key of a decision ends."""
 BUCKET_SUFFIX = "_failures"
 BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
 """The filter subject of the records that a handler has begun, in the bucket of any app."""
-PARKED_SUBJECT = f"$KV.*.*.*.*.*{PARKED}"
-"""The same of the records of what is parked."""
+KEPT_SECONDS = 7 * 86400.0
+"""For how long a new bucket keeps an entry."""
+DECISION_SECONDS = 3600.0
+"""For how long a decision stands that no worker has carried out."""
+OUTCOME_SECONDS = 60.0
+"""For how long it can be read what became of a decision."""
 KEPT = (
     Kept(
         bucket=f"<app>{BUCKET_SUFFIX}",
@@ -54,34 +68,65 @@ KEPT = (
     ),
     Kept(
         bucket=f"<app>{BUCKET_SUFFIX}",
-        key=f"<agent>.<stream>.<sequence>.<store time>{PARKED}",
-        holds="a notification that waits for a person (`ParkedRecord`)",
-        until="until it is tried again or skipped",
+        key=f"<agent>.<stream>.<sequence>.<store time>{DECIDED}",
+        holds="what a person has decided about a notification that is retried (`Decision`)",
+        until="an hour, or a minute after it was carried out",
     ),
 )
+Decides = Literal["retry", "skip"]
+"""What a person may decide: to try a notification again now, or to have it become a dead letter."""
+Outcome = Literal["", "handled", "failed", "dead_letter", "skipped"]
 
 
-class ParkedRecord(Struct, frozen=True, kw_only=True):
-    """A notification that has failed in all of its attempts, and waits for a person."""
+class Decision(Struct, frozen=True, kw_only=True):
+    """What a person has decided about a notification that is retried, and what became of that."""
 
-    since: datetime
-    attempts: int
-    error: str
-    """The class and the text of the last error."""
-    ordering_key: str = ""
-    """Its ordering key; empty where the agent has no order."""
-    behind: int = 0
-    """How many notifications of this key waited behind it when this was written."""
-    skip: bool = False
-    """Whether a person has decided to skip it."""
+    decides: Decides
+    at: datetime
+    by: str = ""
+    """The person; empty where that is not known."""
+    last_error: str = ""
+    """The error for which the notification was retried; empty where that is not known."""
+    taken: bool = False
+    """Whether a worker has begun to carry it out."""
+    outcome: Outcome = ""
+    """What became of the notification; empty until that is known."""
+    error: str = ""
+    """The error with which it failed again, or for which its dead letter could not be stored."""
+    again_at: datetime | None = None
+    """When it is tried again, where it has failed again."""
 
 
-def parked(value: bytes) -> ParkedRecord | None:
-    """Return the record of a notification that is parked; None where the value is none, as of a deletion."""
-    try:
-        return read_json(value, ParkedRecord) if value else None
-    except UndecodableError:
+def key_of(agent: str, stream: str, sequence: int, timestamp_ns: int) -> str:
+    """Return the key of a notification's failure count."""
+    return f"{agent}.{stream}.{sequence}.{timestamp_ns}"
+
+
+def parse_key(key: str) -> tuple[int, int]:
+    """Return sequence and store time of the notification that a key is about. Raises `UndecodableError`."""
+    _, _, sequence, timestamp_ns, *_ = key.split(".")
+    return read_number(sequence), read_number(timestamp_ns)
+
+
+def decision(entry: Entry | None) -> Decision | None:
+    """Return the decision of an entry; None where there is none, as after it was deleted."""
+    if entry is None or entry.deleted:
         return None
+    try:
+        return read_json(entry.value, Decision)
+    except UndecodableError:
+        return None  # neither a person's tool nor a worker has written it
+
+
+async def store_decision(bucket: KeyValue, key: str, decision: Decision, *, revision: int | None = None) -> int:
+    """Store a decision for the time that it stands, or for a minute once its outcome is known, and return its revision.
+
+    Raises as `KeyValue.put` does.
+    """
+    seconds = OUTCOME_SECONDS if decision.outcome else DECISION_SECONDS
+    # The header by hand: a bucket with an age takes it as well. Before nats-server 2.11, the age has to do.
+    headers = {TTL: ttl_text(seconds)}
+    return await bucket.put(f"{key}{DECIDED}", msgspec.json.encode(decision), revision=revision, headers=headers)
 
 
 def app_of(stream: str) -> str:

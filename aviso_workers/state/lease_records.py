@@ -8,11 +8,11 @@ from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "LEADER", "LEASES", "LEASE_SECONDS", "PLACES", "bucket_of", "leader"]
+__all__ = ["KEPT", "LEADER", "LEASES", "LEASE_SECONDS", "SLOTS", "bucket_of", "leader"]
 
 LEASES = "_leases"
 LEASE_SECONDS = 10.0
-LEADER, PLACES = "leader", "places"
+LEADER, SLOTS = "leader", "slots"
 KEPT = (
     Kept(
         bucket=f"<app>{LEASES}",
@@ -22,8 +22,8 @@ KEPT = (
     ),
     Kept(
         bucket=f"<app>{LEASES}",
-        key=f"{PLACES}/<agent>/<fields of the key>/<their values>/<number>",
-        holds="the worker that makes one of the calls that may run at once; below `wanted`, one that waits for that",
+        key=f"{SLOTS}/<agent>/<fields of by>/<their values>/<number>",
+        holds="the worker that has this slot for its calls; below `wanted`, a worker that waits for one",
         until=f"{LEASE_SECONDS:g} s after it was renewed",
     ),
 )

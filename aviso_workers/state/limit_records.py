@@ -18,7 +18,7 @@ KEPT_SECONDS = 2 * 86400
 KEPT = (
     Kept(
         bucket=f"<app>{BUCKET_SUFFIX}",
-        key="<agent>/<fields of the key>/<their values>",
+        key="<agent>/<fields of by>/<their values>",
         holds="up to when the calls of a limit are leased (`LeasedTokens`)",
         until="2 days after the last lease",
     ),

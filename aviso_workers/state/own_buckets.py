@@ -13,6 +13,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from aviso_workers.declare.agents import Agent, Task
+from aviso_workers.declare.limits import Rate, Slots
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.state import (
@@ -62,9 +63,9 @@ def of_app(
     if agents:
         by_key.append(f"{app}{failure_counts.BUCKET_SUFFIX}")
     limits = [limit for agent in agents for limit in agent.policy.limits]
-    if led or windows or any(limit.concurrent for limit in limits):
+    if led or windows or any(isinstance(limit, Slots) for limit in limits):
         by_key.append(leases)
-    if any(limit.number for limit in limits):
+    if any(isinstance(limit, Rate) for limit in limits):
         by_key.append(limit_records.bucket_of(app))
     if led:
         by_key.append(claims)

@@ -4,6 +4,8 @@ Failures of one kind have the same agent, the same outcome and an exception of t
 place. The first one of a kind is written with its traceback. Those that follow have a line each without it, as long as
 there are few; of the rest it is written every ten seconds how many there were. Other facts with a `many`, such as that
 of a message that cannot be read, are written in the same way: whoever stores the messages chooses how many there are.
+
+While what an agent depends on is away, its failures that say so are not written: `OutageGoesOn` has how many there are.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from typing import NamedTuple
 import anyio
 
 from aviso_workers.errors import AvisoWorkersError, describe, frames_of_author, raised_at, text_of
-from aviso_workers.events import Event, Failed, Many, all_kinds
+from aviso_workers.events import UNAVAILABLE, Event, Failed, Many, OutageBegan, OutageEnded, WindowDone, all_kinds
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.tracebacks import loggable
 
 __all__ = ["OBSERVED", "FailureLog"]
 
-OBSERVED = tuple(kind for kind in all_kinds() if kind.many is not None)
+OBSERVED: tuple[type[Event], ...] = (*(kind for kind in all_kinds() if kind.many is not None), OutageBegan, OutageEnded)
 """The facts that `FailureLog.observe` is for."""
 
 PERIOD_SECONDS = 10.0
@@ -59,17 +61,28 @@ class FailureLog:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._seen: dict[_Kind, _KindCounts] = {}
+        self._away: set[str] = set()
+        """The agents that depend on what is away."""
 
     def observe(self, event: Event) -> None:
         """Write a line, or count the event where there are many like it."""
-        if isinstance(event, Failed):
-            self._observe_failed(event)
-        elif self._is_written(_kind_of(event)):
-            _write(event)
+        match event:
+            case OutageBegan():
+                self._away.update(event.agents)
+            case OutageEnded():
+                self._away.difference_update(event.agents)
+            case Failed() | WindowDone():
+                self._observe_failed(event)
+            case _ if self._is_written(_kind_of(event)):
+                _write(event)
 
-    def _observe_failed(self, event: Failed) -> None:
-        if event.outcome == "retried" and event.reason == "dead_letter_failed":
+    def _observe_failed(self, event: Failed | WindowDone) -> None:
+        if event.reason == UNAVAILABLE and event.agent in self._away:
+            return
+        if isinstance(event, Failed) and event.outcome == "retried" and event.reason == "dead_letter_failed":
             return  # `DeadLettersRefused` says so for all of an agent's
+        if isinstance(event, WindowDone) and event.error is None:
+            return
         frames = frames_of_author(event.error)
         error = event.error
         kind = _kind_of(event, "" if error is None else type(error).__name__, *raised_at(frames))

@@ -27,8 +27,6 @@ from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.events import (
     Acked,
     AgentDisturbed,
-    AgentHalted,
-    AgentResumed,
     AgentStarted,
     CallsFreed,
     CallsStuck,
@@ -47,6 +45,7 @@ from aviso_workers.events import (
     NotReadAgain,
     OutageBegan,
     OutageEnded,
+    OutageGoesOn,
     Passed,
     Published,
     ReadAgain,
@@ -69,11 +68,11 @@ RUN_OUTCOMES = ("done", "failed")
 OUTCOMES = ("acked", "retried", "dead_lettered")
 PUBLISH_OUTCOMES = ("stored", "duplicate", "scheduled", "failed")
 LINEAGE_OUTCOMES = ("sent", "lost")
-RETRY_REASONS = ("dead_letter_failed", "taken_over", "other_version", "unavailable", "uncounted", "parked")
+RETRY_REASONS = ("dead_letter_failed", "taken_over", "other_version", "unavailable", "uncounted")
 """Those that are not exceptions of an author's."""
 DEAD_LETTER_REASONS = (
-    *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "skipped", "undecodable"),
-    "worker_died",
+    *("attempts_exhausted", "invalid_notification", "late", "max_deliveries", "rejected", "skipped", "unavailable"),
+    *("undecodable", "worker_died"),
 )
 ENDINGS = ("crashed", "in_order", "killed")
 MAX_REASONS = 50
@@ -160,7 +159,6 @@ class _Agent:
         self.pull_errors = _Counts()
         self.dead_letters_refused = False
         self.outage = False
-        self.halted = False
         self.not_read_again = False
         self.threads_stuck = 0
         self.redelivered = 0
@@ -346,19 +344,19 @@ PER_AGENT = (
         GAUGE,
         "oldest_unfinished_age_seconds",
         "Age of the oldest notification that this worker has received and not finished; 0 if there is none.",
-        lambda a: a.of_run(lambda run: run.buffer.oldest_age_seconds),
+        lambda a: a.of_run(lambda run: run.flow.oldest_age_seconds),
     ),
     Metric(
         GAUGE,
         "in_flight",
         "Notifications that this worker is handling.",
-        lambda a: a.of_run(lambda run: run.buffer.running),
+        lambda a: a.of_run(lambda run: run.flow.running),
     ),
     Metric(
         GAUGE,
         "waiting",
         "Notifications that this worker has received and is not handling yet.",
-        lambda a: a.of_run(lambda run: run.buffer.waiting),
+        lambda a: a.of_run(lambda run: run.flow.waiting),
     ),
     Metric(
         COUNTER, "notifications", "Deliveries settled by this worker, by outcome.", lambda a: a.outcomes, ("outcome",)
@@ -381,15 +379,8 @@ PER_AGENT = (
     Metric(
         GAUGE,
         "outage",
-        "1 while this agent waits for the end of an outage of what it depends on, and tries one notification at a "
-        "time; else 0.",
+        "1 while what this agent depends on is away, so that it tries one call a second and uses no attempts; else 0.",
         lambda a: a.outage,
-    ),
-    Metric(
-        GAUGE,
-        "halted",
-        "1 while this agent is halted because of a flood of dead letters, until a person resumes it; else 0.",
-        lambda a: a.halted,
     ),
     Metric(
         GAUGE,
@@ -666,11 +657,9 @@ class Metrics:
     def _dead_letters(self, event: DeadLettersRefused | DeadLettersStored) -> None:
         self._agents[event.agent].dead_letters_refused = isinstance(event, DeadLettersRefused)
 
-    def _outage(self, event: OutageBegan | OutageEnded) -> None:
-        self._agents[event.agent].outage = isinstance(event, OutageBegan)
-
-    def _halt(self, event: AgentHalted | AgentResumed) -> None:
-        self._agents[event.agent].halted = isinstance(event, AgentHalted)
+    def _outage(self, event: OutageBegan | OutageGoesOn | OutageEnded) -> None:
+        for agent in event.agents:
+            self._agents[agent].outage = not isinstance(event, OutageEnded)
 
     def _read_again(self, event: NotReadAgain | ReadAgain) -> None:
         self._agents[event.agent].not_read_again = isinstance(event, NotReadAgain)
@@ -704,8 +693,7 @@ class Metrics:
         NotReadAgain: _read_again,
         OutageBegan: _outage,
         OutageEnded: _outage,
-        AgentHalted: _halt,
-        AgentResumed: _halt,
+        OutageGoesOn: _outage,
         Published: _count_published,
         ReadAgain: _read_again,
         Sampled: _sampled,

@@ -49,8 +49,10 @@ __all__ = ["Fleet", "FleetPlan", "run"]
 
 log = structlog.get_logger("aviso_workers")
 
-RESTARTS = Backoff(first=0.5, factor=2.0, max=30.0, attempts=10, jitter=0.1)
-"""How often a process may crash in a row, and the waits in between: two minutes in all."""
+RESTARTS = Backoff(first=0.5, factor=2.0, max=30.0, jitter=0.1)
+MOST_RESTARTS = 10
+"""How often a process may crash in a row, with these waits in between: two minutes in all."""
+
 HEALTHY_SECONDS = 10.0
 """A process that ran for so long and then crashes begins a new row."""
 ANSWER_SECONDS = 0.8
@@ -293,7 +295,7 @@ class Fleet:
         if self._sources is not None and (code > 0 or place is not self.console):
             log.error("process.crashed", process=place.name, ended_with=how, again="after a change")
             await self._woken.wait()
-        elif crashes < RESTARTS.attempts or place is self.console:
+        elif crashes < MOST_RESTARTS or place is self.console:
             log.error("process.crashed", process=place.name, ended_with=how, again_in_seconds=round(delay, 1))
             with anyio.move_on_after(delay):
                 await self._woken.wait()

@@ -105,7 +105,7 @@ def _running(app: App) -> list[str]:
         f"{agent.name} {agent.event_type}@{delivery.message.sequence}"
         for agent in app.agents
         if (run := app.runs.get(agent.name)) is not None
-        for delivery in [*run.buffer.taken(), *run.abandoned]
+        for delivery in [*run.flow.taken(), *run.abandoned]
     ]
     more = len(all_running) - MAX_TOLD
     return all_running if more <= 0 else [*all_running[:MAX_TOLD], f"and {more} more"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from _bench.agents import Field
 from _bench.tally import Tally
-from aviso_workers import App, Backoff, Notification, Reject, Window, Windowing
+from aviso_workers import App, Notification, Reject, RetryPolicy, Window, Windowing
 
 __all__ = [
     "among_idle",
@@ -60,7 +60,7 @@ def _folding(fails: Callable[[Notification[Field]], bool]) -> App:
 
     hourly = Windowing(size="1h", fold=fold, initial=0, key=lambda notification: notification.identifier["step"])
 
-    @app.agent("mars", name="count", window=hourly, concurrency=64, retry=Backoff(first=600.0))
+    @app.agent("mars", name="count", window=hourly, concurrency=64, retry=RetryPolicy(first=600.0))
     async def count(window: Window[int]) -> None: ...
 
     return app

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from _chaos import versions
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Router, Stream
+from aviso_workers import App, Batch, Batching, Notification, RetryPolicy, Router, Stream
 
 __all__ = ["APP", "EVENT", "Deed", "app", "router"]
 
@@ -24,7 +24,7 @@ VERSION = versions.VERSIONS.get(os.environ.get(versions.VARIABLE, ""))
 APP = "endurance"
 EVENT = "deed"
 ACK_WAIT_SECONDS = 2.0
-RETRY = Backoff(first=0.1, factor=2, max=2)
+RETRY = RetryPolicy(first=0.1, factor=2, max=2)
 
 
 class Settings(Struct, frozen=True):

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from _chaos.clusters import Node, connected, start_nodes, stop_nodes
 from _demo.children import ShortfallError
-from aviso_workers import App, Backoff, Notification, Tick, Window, Windowing, config
+from aviso_workers import App, Notification, RetryPolicy, Tick, Window, Windowing, config
 from aviso_workers.backends import Admin
 from aviso_workers.declare.tables import Table
 from aviso_workers.errors import AvisoWorkersError, BackendError
@@ -42,7 +42,7 @@ APP = "upgrade"
 EVENT = "deed"
 CONFIG = Path(__file__).with_name("config.yaml")
 KEYS = 10
-RETRY = Backoff(first=0.1, attempts=3)
+RETRY = RetryPolicy(first=0.1, attempts=3)
 FAILS = 97
 """Each so many-th notification cannot be handled."""
 PER_WINDOW = 100

@@ -8,7 +8,7 @@ import signal
 import msgspec
 
 from _cost import counting
-from aviso_workers import App, Backoff, Batch, Batching, Notification
+from aviso_workers import App, Batch, Batching, Notification, Reject
 
 __all__ = ["batch", "failing", "first", "one", "ordered"]
 
@@ -43,10 +43,10 @@ async def count_in_order(notification: Notification[Field]) -> None:
     tally.add()
 
 
-@failing.agent("mars", name="count", concurrency=64, retry=Backoff(attempts=1), breaker=None)
+@failing.agent("mars", name="count", concurrency=64)
 async def count_failures(notification: Notification[Field]) -> None:
     tally.add()
-    raise ValueError(notification.payload.location)
+    raise Reject(notification.payload.location)  # other failures would be paced
 
 
 @first.agent("mars", name="count")

@@ -14,7 +14,7 @@ import structlog
 
 from _demo.generating import stumbles
 from _demo.index import Field, Index, JobEnd
-from aviso_workers import App, Backoff, Notification, Router
+from aviso_workers import App, Notification, RetryPolicy, Router
 
 __all__ = ["app"]
 
@@ -54,7 +54,7 @@ def open_index() -> Index:
     "mars",
     concurrency=64,
     ack_wait=5,
-    retry=Backoff(first=0.5, factor=2, max=10),
+    retry=RetryPolicy(first=0.5, factor=2, max=10),
 )
 async def index_field(notification: Notification[Location]) -> None:
     """Upsert the field; a few notifications fail on purpose the first time."""

@@ -10,7 +10,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from aviso_workers import App, Backoff, Notification, Notify, Reject
+from aviso_workers import App, Notification, Notify, Reject, RetryPolicy
 
 __all__ = ["app"]
 
@@ -60,14 +60,14 @@ async def check_field(notification: Notification[Any]) -> None:
         raise Reject("the field has no values")
 
 
-@app.agent("mars", where=OF_TOUR, retry=Backoff(first=5, attempts=5))
+@app.agent("mars", where=OF_TOUR, retry=RetryPolicy(first=5, attempts=5))
 async def draw_map(notification: Notification[Any]) -> None:
     """Fail twice for some fields, which are tried again."""
     if int(notification.identifier["step"]) % ONE_IN == 1 and notification.num_delivered < 3:
         raise ValueError("the projection does not converge")
 
 
-@app.agent("mars", where=OF_TOUR, order_by=["stream"], retry=Backoff(first=1, attempts=2, then="park"))
+@app.agent("mars", where=OF_TOUR, order_by=["stream"], retry=RetryPolicy(first=0.2, attempts=None))
 async def copy_to_archive(notification: Notification[Any]) -> None:
     """Fail for one stream, which waits for somebody to decide."""
     if notification.identifier["stream"] == "waef":

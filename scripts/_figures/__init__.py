@@ -31,7 +31,7 @@ FEATURES = {
     "delayed delivery": ("features.delayed_delivery", "state.delayed_messages"),
     "singletons": ("engine.singletons",),
     "dead letters": ("engine.dead_letter_store", "ops.dead_letters", "state.dead_letter_records", "state.parts"),
-    "order": ("engine.key_orders", "engine.ordering_keys"),
+    "order": ("engine.key_orders",),
 }
 """The modules of each feature."""
 PLAIN_WORKER = "import aviso_workers.worker.process, aviso_workers.app, aviso_workers.backends.jetstream"

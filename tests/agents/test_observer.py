@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from aviso_agents import observer
-from aviso_workers import App, Backoff, Notification
+from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.events import Event, Measured, Settled
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
@@ -158,7 +158,7 @@ async def test_an_agent_that_gets_nothing_done_is_stuck_until_it_does(
     monkeypatch.setattr(consumer_records, "STUCK_SECONDS", 6.0)
     may_go_on = anyio.Event()
 
-    @app.agent("field", ack_wait=0.1, retry=Backoff(attempts=1))
+    @app.agent("field", ack_wait=0.1, retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
         await may_go_on.wait()
 
@@ -172,25 +172,23 @@ async def test_an_agent_that_gets_nothing_done_is_stuck_until_it_does(
         await shown.until_value("stuck", labels, 0)
 
 
-async def test_what_is_parked_is_counted_and_not_stuck(
+async def test_what_an_agent_is_blocked_at_is_counted_and_not_stuck(
     app: App, shown: Shown, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consumer_records, "STUCK_SECONDS", 0.0)
 
-    @app.agent("field", ack_wait=0.1, retry=Backoff(attempts=1, then="park"))
+    @app.agent("field", ack_wait=0.1, retry=RetryPolicy(first=0.01, factor=1, max=60, attempts=None))
     async def index(notification: Notification[Any]) -> None:
         raise ValueError("no such field")
 
     labels = (app.name, "index", stream)
     await app.notify("field", {"step": 0})
-    async with working(app):
-        await shown.until(lambda: shown.settled == 1)
-        async with observing(app):
-            await shown.until_value("parked", labels, 1)
-            await anyio.sleep(1.0)  # which is longer than it may be unfinished
-            polled = shown.gauges["last_poll_timestamp_seconds"][stream,]
-            await shown.until(lambda: shown.gauges["last_poll_timestamp_seconds"][stream,] > polled)
-            assert (shown.gauges["parked"][labels], shown.gauges["stuck"][labels]) == (1, 0)
+    async with working(app), observing(app):
+        await shown.until_value("blocked", labels, 1)
+        await anyio.sleep(1.0)  # which is longer than it may be unfinished
+        polled = shown.gauges["last_poll_timestamp_seconds"][stream,]
+        await shown.until(lambda: shown.gauges["last_poll_timestamp_seconds"][stream,] > polled)
+        assert (shown.gauges["blocked"][labels], shown.gauges["stuck"][labels]) == (1, 0)
     await app.session.admin.delete_stream(f"KV_{app.name}_failures")  # which other observers would read
 
 
@@ -203,7 +201,7 @@ async def test_an_agent_that_nobody_runs_is_stuck_too(app: App, shown: Shown, st
 
 
 async def test_dead_letters_are_counted_by_agent(app: App, shown: Shown) -> None:
-    @app.agent("field", retry=Backoff(attempts=1))
+    @app.agent("field", retry=RetryPolicy(attempts=1))
     async def broken(notification: Notification[Any]) -> None:
         raise ValueError("no")
 

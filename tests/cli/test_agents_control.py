@@ -85,39 +85,57 @@ def shown(run: Run, config: Path, *what: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in ran.lines]
 
 
-PARKING = """
-from aviso_workers import App, Backoff, Notification
+BLOCKING = """
+from aviso_workers import App, RetryPolicy, Notification
 
 app = App("field")
 
 
-@app.agent("mars", order_by=["class"], retry=Backoff(attempts=1, then="park"))
+@app.agent("mars", order_by=["class"], retry=RetryPolicy(first=0.02, attempts=None))
 async def index(notification: Notification) -> None:
     if notification.identifier["step"] in "13":
         raise ValueError("no such field")
 """
 
 
-def test_what_is_parked_is_listed_and_decided_upon(run: Run, config: Path, start: Start, tmp_path: Path) -> None:
-    name = f"parking_{tmp_path.name}".replace("-", "_")
-    (tmp_path / f"{name}.py").write_text(PARKING)
+def test_what_an_agent_is_blocked_at_is_listed_and_decided_about(
+    run: Run, config: Path, start: Start, tmp_path: Path
+) -> None:
+    name = f"blocking_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(BLOCKING)
     for step in range(1, 4):
         assert run("notify", "mars", "class=od", f"step={step}", "--config", config).code == 0
     worker = start("worker", f"{name}:app", "--config", config)
     worker.until("notification.retried")
-    while not (listed := run("agents", "retrying", "field", "index", "--json", "--config", config)).lines:
+    while (
+        not (listed := run("agents", "retrying", "field", "index", "--json", "--config", config)).lines
+        or not (json.loads(listed.lines[0])["blocked"])
+    ):
         pass
-    assert [(row["sequence"], row["record"]["attempts"]) for row in map(json.loads, listed.lines)] == [(1, 1)]
-    nothing = run("agents", "retry", "index", "2", "--app", "field", "--config", config)
-    assert (nothing.code, "not parked: 2" in nothing.err) == (1, True)
+    [row] = map(json.loads, listed.lines)
+    assert (row["sequence"], row["attempts"], row["error"]) == (1, None, "ValueError: no such field")
+    assert (row["key"], row["behind"], row["attempt"] >= 6) == ("od", 2, True)
+    state = run("agents", "ls", "--app", "field", "--seconds", "0.1", "--json", "--config", config)
+    assert "blocked at MARS@1 (key od), and 2 wait behind it: ValueError: no such field" in state.out
+    nothing = run("agents", "retry", "index", "9", "--app", "field", "--config", config)
+    assert (nothing.code, "not retried: 9 is in no stream that it reads" in nothing.err) == (1, True)
+    waiting = run("agents", "retry", "index", "2", "--app", "field", "--config", config)
+    assert (waiting.code, "MARS@2: not retried: no worker that runs knows of it" in waiting.out) == (1, True)
     neither = run("agents", "skip", "index", "--app", "field", "--config", config)
     assert (neither.code, "say which" in neither.err) == (2, True), neither
+    again = run("agents", "retry", "index", "1", "--app", "field", "--config", config)
+    assert (again.code, "MARS@1: failed again: ValueError: no such field; the next" in again.out) == (1, True), again
     plan = run("agents", "skip", "index", "1", "--app", "field", "--config", config)
-    assert "1 of index to be skipped; 2 that wait behind it run without" in plan.out
-    assert "all 1    parked" in run("agents", "retrying", f"{name}:app", "index", "--config", config).out
+    assert "1 of index to be skipped; 2 that wait behind them run without" in plan.out
+    assert "any number" in run("agents", "retrying", f"{name}:app", "index", "--config", config).out
     skipped = run("agents", "skip", "index", "--all", "--app", "field", "--yes", "--config", config)
-    assert (skipped.code, skipped.out.splitlines()[-1]) == (0, "1 of index are skipped within a minute of its workers")
-    assert "nothing is tried again" in run("agents", "retrying", "field", "index", "--config", config).out
+    assert (skipped.code, skipped.lines[-1]) == (0, "MARS@1: skipped: it is a dead letter now")
+    while run("agents", "retrying", "field", "index", "--json", "--config", config).lines[0:1] != []:
+        if (
+            json.loads(run("agents", "retrying", "field", "index", "--json", "--config", config).lines[0])["key"]
+            == "od"
+        ):
+            break  # the next one of the key fails
     assert worker.end(signal.SIGTERM) == 0
 
 

@@ -255,7 +255,7 @@ def test_what_a_module_raises_is_told_with_the_line_of_its_author_and_no_other(
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("retry=5", "retry= takes a Backoff, found 5"),
+        ("retry=5", "retry= takes a RetryPolicy, found 5"),
         ('concurrency="4"', "concurrency= takes a whole number, found '4'"),
         ('timeout="10"', "timeout=: duration must include a unit suffix"),
     ],

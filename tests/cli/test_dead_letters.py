@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Reject
+from aviso_workers import App, Notification, Reject, RetryPolicy
 from aviso_workers.cli import dead_letters as cli
 from aviso_workers.events import Settled
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
@@ -65,7 +65,7 @@ class Deployment:
             if self.broken and int(notification.identifier["step"]) % 2 == 0:
                 raise Reject("the index is full, and so is its neighbour, and there is no third one in this town")
 
-        @app.agent("mars", retry=Backoff(attempts=1))
+        @app.agent("mars", retry=RetryPolicy(attempts=1))
         async def count(notification: Notification[Any]) -> None:
             self.handled.append(("count", notification.sequence))
             if self.broken and notification.identifier["step"] == "3":

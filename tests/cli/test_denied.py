@@ -71,10 +71,13 @@ def test_the_rest_is_shown(
     assert (ran.code, said in ran.err) == (int(denied), denied), ran.err
 
 
-def test_what_is_parked_may_be_more_than_may_be_read(run: Run, config_of: Callable[[str], Path]) -> None:
-    ran = run("agents", "retrying", "field", "index", "-c", config_of("$JS.API.STREAM.NAMES"))
+def test_what_is_retried_may_be_more_than_may_be_read(run: Run, config_of: Callable[[str], Path]) -> None:
+    ran = run("agents", "retrying", "field", "index", "-c", config_of("$JS.API.STREAM.INFO.KV_aviso_workers_consumers"))
     assert "MARS: " in ran.out
-    assert (ran.code, "the server denies our user $JS.API.STREAM.NAMES: give it" in ran.err) == (1, True), ran
+    assert (
+        ran.code,
+        "the server denies our user $JS.API.STREAM.INFO.KV_aviso_workers_consumers: give it" in ran.err,
+    ) == (1, True), ran
 
 
 def test_top_shows_the_rest(start: Callable[..., Command], config_of: Callable[[str], Path]) -> None:

@@ -198,10 +198,10 @@ def test_options_that_mean_nothing_are_refused(run: Run, config: Path, option: t
 def test_the_agents_of_an_app_are_looked_at_too(run: Run, config: Path, tmp_path: Path) -> None:
     (tmp_path / "derived.py").write_text(
         f"""
-from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers import App, RetryPolicy, Notification, Notify
 app = App("derived", config={str(config)!r})
 seen = app.table("seen", str)
-@app.agent("mars", retry=Backoff(first=600, attempts=3))
+@app.agent("mars", retry=RetryPolicy(first=600, attempts=3))
 async def derive(notification: Notification) -> Notify: ...
 """
     )

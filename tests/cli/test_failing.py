@@ -18,12 +18,12 @@ Run = Callable[..., Ran]
 
 APP = """
 import asyncio
-from aviso_workers import App, Backoff, Notification, Retry
+from aviso_workers import App, RetryPolicy, Notification, Retry
 
 app = App("field")
 
 
-@app.agent("mars", order_by=["class"], retry=Backoff(first=600, jitter=0))
+@app.agent("mars", order_by=["class"], retry=RetryPolicy(first=600, jitter=0))
 async def index(notification: Notification) -> None:
     if int(notification.identifier["step"]) == 1:
         raise ValueError("no index for this step")

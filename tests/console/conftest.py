@@ -1,4 +1,4 @@
-"""A console on a real nats-server, and an app whose agents work, fail, park and wait."""
+"""A console on a real nats-server, and an app whose agents work, fail, are blocked and wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 import pytest
 from msgspec import Struct, structs
 
-from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers import App, Notification, Notify, RetryPolicy
 from aviso_workers.backends import Admin, open_backend
 from aviso_workers.config import Config, load
 from aviso_workers.config.secrets import Secret
@@ -95,20 +95,20 @@ async def console(config: Config) -> AsyncIterator[Served]:
 
 @pytest.fixture
 def app(config: Config) -> App:
-    """An app whose agent `fails` fails for step 3, and whose agent `parks` parks it."""
+    """An app whose agent `fails` fails for step 3, and whose agent `blocks` is blocked at it."""
     app = App("field-index", config=config)
 
     @app.agent("mars")
     async def index(notification: Notification[Any]) -> None:
         pass
 
-    @app.agent("mars", retry=Backoff(attempts=1), breaker=None)
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def fails(notification: Notification[Any]) -> None:
         if notification.identifier["step"] == "3":
             raise ValueError("no such field <b>3</b>")
 
-    @app.agent("mars", order_by=["class"], retry=Backoff(attempts=1, then="park"), breaker=None)
-    async def parks(notification: Notification[Any]) -> None:
+    @app.agent("mars", order_by=["class"], retry=RetryPolicy(first=0.02, attempts=None))
+    async def blocks(notification: Notification[Any]) -> None:
         if notification.identifier["step"] == "3":
             raise KeyError("step 3")
 

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import App
+from aviso_workers import App, Reject
 from aviso_workers.aviso.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.console import audit, dead_letters, jobs
@@ -27,7 +27,7 @@ from tests.console.conftest import Served, confirmed, hidden_fields, publish, se
 pytestmark = pytest.mark.anyio
 
 FAILS = {"app": "field-index", "agent": "fails"}
-PARKS = {"app": "field-index", "agent": "parks"}
+BLOCKS = {"app": "field-index", "agent": "blocks"}
 INDEX = {"app": "field-index", "agent": "index"}
 REPORT = {"app": "field-index", "timer": "report"}
 
@@ -60,7 +60,7 @@ async def test_an_agent_is_paused_and_resumed(console: Served, app: App, running
         ("pause-agent", {"app": "other", "agent": "index"}, "no agent index of app other"),
         ("reset-agent", INDEX, "say where the agent is to go on"),
         ("reset-agent", {**INDEX, "to": "4711"}, "an agent cannot go on at 4711"),
-        ("retry-parked", PARKS, "field-index/parks has no parked notification"),
+        ("retry-notifications", BLOCKS, "blocks of field-index retries nothing"),
         ("retry-dead-letters", {"rate": "many"}, "no dead letter matches"),
         ("stop-job", {"number": "4"}, "no job 4"),
     ],
@@ -103,6 +103,8 @@ async def test_what_has_changed_since_it_was_shown_is_asked_again(console: Serve
 async def test_all_dead_letters_of_a_filter_are_retried_as_a_job(
     console: Served, app: App, running: Harness, count: int
 ) -> None:
+    (fails,) = [agent for agent in app.agents if agent.name == "fails"]
+    fails.on_error(ValueError)(lambda error: Reject(str(error)))  # an answer, which is not paced as failures are
     await publish(app, *[3] * count)
     async with console.client() as client:
         await shown(client, "/dead-letters?agent=fails&error=no+such", f"{count} of {count} dead letters.")
@@ -157,19 +159,20 @@ async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> 
         await shown(client, "/audit", "stopped 1 of 5 handed back; 4 are not")
 
 
-async def test_parked_notifications_are_decided_on(console: Served, app: App, running: Harness) -> None:
+async def test_retried_notifications_are_decided_about(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4)
     async with console.client() as client:
-        await shown(client, "/agents/field-index/parks", "Parked: they wait for your decision")
-        asked = await client.post("/actions/skip-parked", data={**PARKS, "sequence": "1"})
+        await shown(client, "/agents/field-index/blocks", "blocked at MARS@1 (key od), and 1 wait behind it: KeyError")
+        answer = await confirmed(client, "retry-notifications", **BLOCKS, sequence="1")
+        assert answer.status_code == 303
+        await shown(client, "/audit", "retry-notifications", "MARS@1: failed again: KeyError")
+        asked = await client.post("/actions/skip-notifications", data={**BLOCKS, "sequence": "1"})
         said = text_of(asked.text)
-        assert "1 parked notifications of field-index/parks become dead letters" in said
+        assert "1 notifications that field-index/blocks retries become dead letters." in said
         assert "1 notifications wait behind them by their ordering key, and will run without them." in said
-        await client.post("/actions/skip-parked", data=hidden_fields(asked.text, "skip-parked"))
-        await shown(client, "/audit", "skip-parked", "1 skipped")
-        page = await shown(client, "/agents/field-index/parks", without="Parked: they wait")
-        assert "handed back at" in page
-        assert "its worker looks within a minute" in page
+        await client.post("/actions/skip-notifications", data=hidden_fields(asked.text, "skip-notifications"))
+        await shown(client, "/audit", "skip-notifications", "MARS@1: skipped: it is a dead letter now")
+        await shown(client, "/agents/field-index/blocks", "Nothing is retried.", without="blocked at")
 
 
 async def test_a_timer_is_paused_and_resumed(console: Served, app: App, running: Harness) -> None:

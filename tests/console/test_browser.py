@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 CHROMIUM = shutil.which("chromium")
 PATIENCE_MS = 1000 * PATIENCE_SECONDS
-STATED = {"{app}/{agent}": "field-index/parks", "{app}": "field-index", "{sequence}": "1", "{number}": "1"}
+STATED = {"{app}/{agent}": "field-index/blocks", "{app}": "field-index", "{sequence}": "1", "{number}": "1"}
 RULES = {
     "runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
 }

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.anyio
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "now": {},
-    "agents": {"state": "parked"},
-    "agent": {"app": "field-index", "agent": "parks"},
+    "agents": {"state": "blocked"},
+    "agent": {"app": "field-index", "agent": "blocks"},
     "app": {"app": "field-index"},
     "dead_letters": {"agent": "fails"},
     "dead_letter": {"sequence": 1},
@@ -88,11 +88,11 @@ async def called(console: Served, tool: str, **arguments: Any) -> tuple[str, boo
 
 
 async def prepared(console: Served, app: App) -> None:
-    """Have a dead letter and a parked notification."""
+    """Have a dead letter and an agent that is blocked."""
     await publish(app, 1, 3, payload={"path": SECRET})
     async with console.client() as browser:
         await shown(browser, "/dead-letters", "1 of 1 dead letters.")
-        await shown(browser, "/agents/field-index/parks", "parked")
+        await shown(browser, "/agents/field-index/blocks", "blocked at")
         await shown(browser, "/", "1 dead letter of the last day waits")
 
 
@@ -101,15 +101,15 @@ async def test_a_client_reads_what_the_pages_show(console: Served, app: App, run
     await prepared(console, app)
     found = await told(console, OPERATOR, mode=mode)
     assert "1 dead letter of the last day waits" in found["now"]["sentence"]
-    (parks,) = found["agents"]["agents"]
-    assert (parks["progress"]["agent"], parks["state"], parks["progress"]["lag"]) == ("parks", "parked", 1)
-    assert found["agent"]["parked"][0]["record"]["error"] == "KeyError: 'step 3'"
+    (blocks,) = found["agents"]["agents"]
+    assert (blocks["progress"]["agent"], blocks["state"], blocks["progress"]["lag"]) == ("blocks", "blocked", 1)
+    assert found["agent"]["retrying"][0]["error"] == "KeyError: 'step 3'"
     assert found["dead_letters"]["found"]["count"] == 1
     assert found["dead_letter"]["found"]["error"] == "ValueError: no such field <b>3</b>"
     assert SECRET in found["dead_letter"]["found"]["original"]["data"]
     assert SECRET in found["notification"]["trail"]["message"]["data"]
     fates = {fate["view"]["progress"]["agent"]: fate["state"] for fate in found["notification"]["trail"]["fates"]}
-    assert fates == {"fails": "dead letter", "index": "settled", "parks": "parked"}
+    assert fates == {"fails": "dead letter", "index": "settled", "blocks": "blocked"}
     assert found["timers"]["timers"][0]["timer"] == "report"
     assert "MARS" in [row["stream"] for row in found["streams"]["streams"]]
     assert found["spark"]["runs"] == []

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers import App, Notification, Notify, RetryPolicy
 from aviso_workers.backends import Backend
 from aviso_workers.config import Config
 from aviso_workers.console import overview, serve, web
@@ -58,10 +58,10 @@ async def test_what_needs_somebody_comes_first_with_its_reason(console: Served, 
     await publish(app, 1, 2, 3, 4)
     async with console.client() as client:
         page = await shown(
-            client, "/", "2 agents need you", "parked 1 wait for your decision, and 1 wait behind them: KeyError"
+            client, "/", "2 agents need you", "blocked blocked at MARS@3 (key od), and 1 wait behind it: KeyError"
         )
         everything = await shown(client, "/agents", "3 of 3 agents.")
-    assert page.index("field-index/parks") < page.index("field-index/fails"), "the worst is the first"
+    assert page.index("field-index/blocks") < page.index("field-index/fails"), "the worst is the first"
     assert "field-index/index" not in page, "only what is not well"
     assert "field-index/index" in everything
     assert "ValueError: no such field &lt;b&gt;3&lt;/b&gt;" in page, "what an author's error says is text, and no HTML"
@@ -70,8 +70,8 @@ async def test_what_needs_somebody_comes_first_with_its_reason(console: Served, 
 async def test_filters_and_order_stand_in_the_address(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3)
     async with console.client() as client:
-        page = await shown(client, "/agents?state=parked&q=field&order=lag", "1 of 3 agents.")
-        assert "field-index/parks" in page
+        page = await shown(client, "/agents?state=blocked&q=field&order=lag", "1 of 3 agents.")
+        assert "field-index/blocks" in page
         none = await shown(client, "/agents?q=nothing", "0 of 3 agents.")
     assert "No agent matches." in none
 
@@ -79,7 +79,7 @@ async def test_filters_and_order_stand_in_the_address(console: Served, app: App,
 async def test_an_agent_shows_its_policy_and_what_waits(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4, 5)
     async with console.client() as client:
-        page = await shown(client, "/agents/field-index/parks", "Parked: they wait for your decision", "MARS@1")
+        page = await shown(client, "/agents/field-index/blocks", "blocked at MARS@1", "Skip …")
         unknown = await client.get("/agents/field-index/other")
     assert "order by class" in page
     assert "everything up to sequence 0 is settled" in page
@@ -155,12 +155,12 @@ async def test_dead_letters_need_somebody_although_their_agent_is_idle(
 async def test_a_notification_says_what_became_of_it_at_each_agent(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4)
     async with console.client() as client:
-        await shown(client, "/agents?state=parked", "1 of 3 agents.")
+        await shown(client, "/agents?state=blocked", "1 of 3 agents.")
         page = await shown(client, "/notification?name=mars@1", "field-index/fails dead letter")
-        behind = await shown(client, "/notification?name=mars@2", "field-index/parks in flight, or settled")
+        behind = await shown(client, "/notification?name=mars@2", "field-index/blocks in flight, or settled")
         missing = await client.get("/notification?name=mars@77")
     assert "field-index/index settled everything up to 2 is settled" in page
-    assert "field-index/parks parked all 1 attempts failed: KeyError" in page
+    assert "field-index/blocks blocked failed " in page
     assert "step 3" in page, "its identifier"
     assert "field-index/fails settled" in behind
     assert missing.status_code == 404
@@ -184,7 +184,7 @@ async def test_an_agent_that_has_finished_what_failed_is_nobodys_alarm(
 ) -> None:
     app = App("stumbling", config=console.config)
 
-    @app.agent("mars", retry=Backoff(first=0.1), breaker=None)
+    @app.agent("mars", retry=RetryPolicy(first=0.1))
     async def stumbles(notification: Notification[Any]) -> None:
         if notification.num_delivered == 1:
             raise ValueError("at first")
@@ -201,7 +201,7 @@ async def test_what_has_failed_once_and_waits_is_among_what_is_tried_again(
 ) -> None:
     app = App("stumbling", config=console.config)
 
-    @app.agent("mars", retry=Backoff(first=3600), breaker=None)
+    @app.agent("mars", retry=RetryPolicy(first=3600))
     async def stumbles(notification: Notification[Any]) -> None:
         raise ValueError("at first")
 
@@ -484,7 +484,7 @@ async def test_timers_and_apps_are_those_that_workers_have_recorded(
 ) -> None:
     async with console.client() as client:
         timers = await shown(client, "/timers", "field-index/report every 3600s")
-        apps = await shown(client, "/apps", "field-index", "index, fails, parks report (every 3600s)")
+        apps = await shown(client, "/apps", "field-index", "index, fails, blocks report (every 3600s)")
     assert "ok" in timers
     assert "mars" in apps
 
@@ -535,7 +535,7 @@ async def test_an_agent_whose_stream_no_server_answers_for_is_unknown(
         assert "does not answer" not in page
         await shown(client, "/agents", "3 of 3 agents.", "field-index/index MARS unknown")
     report = await agent_report.of_deployment(console.admin, console.config)
-    assert [each.agent for each in report if each.unanswered] == ["fails", "index", "parks"], "nobody said it before"
+    assert [each.agent for each in report if each.unanswered] == ["fails", "index", "blocks"], "nobody said it before"
 
 
 async def test_a_console_of_a_server_that_is_away_says_so(console: Served, nats_server: NatsServer) -> None:
@@ -561,10 +561,10 @@ async def test_a_live_page_is_rendered_again_when_something_changes(
                 assert answer.headers["content-type"].startswith("text/event-stream")
                 async for line in answer.aiter_lines():
                     seen += line.removeprefix("data: ")
-                    if "parked" not in seen and "</table>" in seen:
+                    if "blocked" not in seen and "</table>" in seen:
                         await publish(app, 3)
                         seen = ""
-                    if "1 wait for your decision" in seen:
+                    if "blocked at" in seen:
                         break
 
 

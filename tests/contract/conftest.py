@@ -43,8 +43,8 @@ Eventually = Callable[..., Awaitable[None]]
 
 
 ON_A_SERVER_LATER = {
-    *("test_app", "test_around", "test_attempts", "test_breakers", "test_contexts", "test_memory", "test_once"),
-    *("test_on_dead_letter", "test_outcomes", "test_outgoing", "test_outputs", "test_parked", "test_paused_timers"),
+    *("test_app", "test_around", "test_attempts", "test_dependencies", "test_contexts", "test_memory", "test_once"),
+    *("test_on_dead_letter", "test_outcomes", "test_outgoing", "test_outputs", "test_paused_timers", "test_retried"),
     *("test_raw_payloads", "test_redeploys", "test_requests", "test_returned_shapes", "test_sync_tables"),
     *("test_tables", "test_threads", "test_traces", "test_typed_identifiers", "test_uncounted", "test_windows"),
 }

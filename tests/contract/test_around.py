@@ -13,7 +13,6 @@ import pytest
 from aviso_workers import (
     Ack,
     App,
-    Backoff,
     Batch,
     Batching,
     Notification,
@@ -21,6 +20,7 @@ from aviso_workers import (
     Receipt,
     Reject,
     Retry,
+    RetryPolicy,
     Router,
     Tick,
     Window,
@@ -33,7 +33,7 @@ from tests.contract.settings import mars
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = Backoff(first=0.05, factor=1, attempts=2, jitter=0)
+PROMPT = RetryPolicy(first=0.05, factor=1, attempts=2, jitter=0)
 TIMEOUT_SECONDS = 0.2
 
 
@@ -231,7 +231,7 @@ class TestAround:
             finally:
                 told.append("closed")
 
-        once = Backoff(attempts=1)
+        once = RetryPolicy(attempts=1)
 
         @app.agent("mars", retry=once)
         async def not_at_all(notification: Notification[Any]) -> None:
@@ -264,12 +264,12 @@ class TestAround:
         def index_in_thread(notification: Notification[Any]) -> None:
             raise raised("nothing more")
 
-        app.agent("mars", retry=Backoff(attempts=1))(index_in_thread if in_thread else index)
+        app.agent("mars", retry=RetryPolicy(attempts=1))(index_in_thread if in_thread else index)
         t = await handle(app, url)
         assert [dead_letter.error for dead_letter in t.dead_letters] == [f"{raised.__name__}: nothing more"]
 
     async def test_the_log_tells_where_the_function_has_failed(self, app: App, url: str | None, around: None) -> None:
-        @app.agent("mars", retry=Backoff(attempts=1))
+        @app.agent("mars", retry=RetryPolicy(attempts=1))
         async def index(notification: Notification[Any]) -> None:
             raise RuntimeError
 
@@ -294,7 +294,7 @@ class TestAround:
             told.append("inner")
             yield
 
-        @router.agent("mars", retry=Backoff(attempts=1))
+        @router.agent("mars", retry=RetryPolicy(attempts=1))
         async def index(notification: Notification[Any]) -> None:
             told.append("index")
             raise RuntimeError
@@ -308,12 +308,12 @@ class TestAround:
 
 class TestPublishing:
     async def returned(self, app: App, output: Any) -> None:
-        @app.agent("mars", retry=Backoff(attempts=1))
+        @app.agent("mars", retry=RetryPolicy(attempts=1))
         async def derive(notification: Notification[Any]) -> Any:
             return output
 
     async def yielded(self, app: App, output: Any) -> None:
-        @app.agent("mars", retry=Backoff(attempts=1))
+        @app.agent("mars", retry=RetryPolicy(attempts=1))
         async def derive(notification: Notification[Any]) -> AsyncIterator[Any]:
             yield output
 
@@ -403,7 +403,7 @@ class TestTime:
                 told.append("rolled back")
                 raise
 
-        @app.agent("mars", retry=Backoff(attempts=1), timeout=TIMEOUT_SECONDS)
+        @app.agent("mars", retry=RetryPolicy(attempts=1), timeout=TIMEOUT_SECONDS)
         async def index(notification: Notification[Any]) -> None:
             await anyio.sleep_forever()
 
@@ -429,7 +429,7 @@ class TestTime:
                 told.append("cancelled")
                 raise
 
-        @app.agent("mars", retry=Backoff(attempts=1), timeout=TIMEOUT_SECONDS)
+        @app.agent("mars", retry=RetryPolicy(attempts=1), timeout=TIMEOUT_SECONDS)
         async def index(notification: Notification[Any]) -> None: ...
 
         async with harness(app, server=url) as t:

@@ -8,17 +8,18 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Retry, Stream
+from aviso_workers import Agent, App, Batch, Batching, Notification, Retry, RetryPolicy, Stream
 from aviso_workers.engine import attempts
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.state import failure_counts
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-RETRY = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+RETRY = RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0)
 
 
 class Seen(list[tuple[int, int]]):
@@ -116,7 +117,7 @@ async def test_a_dead_letter_that_is_tried_again_begins_with_the_first_attempt(
 @pytest.mark.parametrize("order_by", [(), ("class",)])
 async def test_a_deploy_uses_up_no_attempt(app: App, url: str | None, seen: Seen, order_by: tuple[str, ...]) -> None:
     seen.failing = 3
-    retry = Backoff(first=0.5, factor=1, attempts=6, jitter=0)
+    retry = RetryPolicy(first=0.5, factor=1, attempts=6, jitter=0)
     one_by_one(app, seen, order_by=order_by, retry=retry, ack_wait=0.5)
     async with harness(app, server=url) as t:
         await t.notify("mars", mars(), {})
@@ -133,11 +134,11 @@ async def test_a_deploy_uses_up_no_attempt(app: App, url: str | None, seen: Seen
 async def test_attempts_are_counted_however_long_a_notification_waits_between_them(
     app: App, url: str | None, order_by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "FORGOTTEN_AFTER_SECONDS", 60.0)
+    monkeypatch.setattr(failure_counts, "KEPT_SECONDS", 60.0)
     monkeypatch.setattr(attempts, "WHOLE_SECONDS", 1.0)
     made: list[int] = []
 
-    @app.agent("mars", order_by=order_by, retry=Backoff(attempts=3))
+    @app.agent("mars", order_by=order_by, retry=RetryPolicy(attempts=3))
     async def index(notification: Notification[Any]) -> Retry:
         made.append(notification.attempt)
         return Retry(after=100.0)

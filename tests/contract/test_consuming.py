@@ -569,6 +569,41 @@ class TestSettling:
             delivery.nak(delay_seconds=3.5)
             assert (await next_after(since, 3.5)).num_delivered == 2
 
+    async def test_a_delay_may_be_ended(
+        self,
+        create: Create,
+        publish: Publish,
+        ensure: Ensure,
+        open_reader: OpenReader,
+        inbox: Inbox,
+        inbox_of: Callable[[int], Inbox],
+        elapse: Elapse,
+        eventually: Eventually,
+    ) -> None:
+        await create()
+        await ensure(ack_wait_seconds=30.0)
+        await publish("mars.od")
+        async with open_reader(inbox) as reader:
+            delivery = await inbox.next()
+            delivery.nak(delay_seconds=600.0)
+            await reader.settled()
+            await elapse(0.5)
+            assert not inbox.waiting
+            delivery.redeliver()
+            again = await inbox.next()
+            assert (again.message, again.num_delivered) == (delivery.message, 2)
+            await elapse(0.5)
+            assert not inbox.waiting, "it comes once"
+            delivery.redeliver()
+            beside = await inbox.next()
+            assert beside.num_delivered == 3, "which is why nobody asks for what is due"
+            await settle(reader, [again])
+            await eventually(num_ack_pending=0, ack_floor=1)
+            beside.redeliver()
+            await reader.settled()
+            await elapse(0.5)
+            assert not inbox.waiting, "what is settled does not come again"
+
     async def test_a_terminated_message_never_comes_again(
         self,
         create: Create,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Notify, Stream, Tick, Window, Windowing
+from aviso_workers import App, Batch, Batching, Notification, Notify, RetryPolicy, Stream, Tick, Window, Windowing
 from aviso_workers.testing import harness
 from tests.contract.settings import mars
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="public")
 UNLIKE_ANY: ContextVar[object] = ContextVar("unlike any")
-PROMPT = Backoff(first=0.01, factor=1, attempts=3, jitter=0)
+PROMPT = RetryPolicy(first=0.01, factor=1, attempts=3, jitter=0)
 
 
 class UnlikeAny:

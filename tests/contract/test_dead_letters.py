@@ -10,7 +10,7 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Reject
+from aviso_workers import App, Notification, Reject, RetryPolicy
 from aviso_workers.aviso.literals import Size
 from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Message, Outgoing, PubAck
@@ -102,7 +102,7 @@ async def test_a_letter_goes_back_to_the_agent_that_failed_and_to_no_other(app: 
 async def test_a_letter_counts_as_fresh_and_what_fails_again_is_another_letter(app: App, testing: Testing) -> None:
     tries: list[int] = []
 
-    @app.agent("mars", retry=Backoff(first=0.01, attempts=2))
+    @app.agent("mars", retry=RetryPolicy(first=0.01, attempts=2))
     async def failing(notification: Notification[Any]) -> None:
         tries.append(notification.sequence)
         raise ValueError("boom")
@@ -145,7 +145,7 @@ async def test_one_of_a_stream_that_was_recreated_is_kept_beside_one_of_the_same
 async def test_the_stream_of_the_dead_letters_is_made_anew_where_it_was_deleted(
     app: App, testing: Testing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acknowledging, "STORE_AGAIN", Backoff(first=0.05, factor=1, jitter=0))
+    monkeypatch.setattr(acknowledging, "STORE_AGAIN", RetryPolicy(first=0.05, factor=1, jitter=0))
 
     @app.agent("mars")
     async def failing(notification: Notification[Any]) -> None:
@@ -341,7 +341,7 @@ async def test_a_retry_whose_worker_dies_each_time_comes_back_as_the_letter_that
     began: list[int] = []
     deadly = False
 
-    @app.agent("mars", retry=Backoff(attempts=1), ack_wait=0.3)
+    @app.agent("mars", retry=RetryPolicy(attempts=1), ack_wait=0.3)
     async def failing(notification: Notification[Any]) -> None:
         if not deadly:
             raise Reject("not today")
@@ -407,7 +407,7 @@ async def test_letters_are_chosen_by_all_that_is_said_of_them(app: App, testing:
     async def rejecting(notification: Notification[Any]) -> None:
         raise Reject(f"no step {notification.identifier['step']}")
 
-    @app.agent("plain", retry=Backoff(attempts=1))
+    @app.agent("plain", retry=RetryPolicy(attempts=1))
     async def breaking(notification: Notification[Any]) -> None:
         raise RuntimeError("Nobody there")
 
@@ -454,7 +454,7 @@ async def test_a_letter_of_an_agent_that_nobody_runs_stays(app: App, testing: Te
 async def test_when_the_dead_letters_are_full_what_fails_waits_and_says_so(
     app: App, config: Config, testing: Testing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acknowledging, "STORE_AGAIN", Backoff(first=0.2, factor=1, jitter=0))
+    monkeypatch.setattr(acknowledging, "STORE_AGAIN", RetryPolicy(first=0.2, factor=1, jitter=0))
     full = msgspec.structs.replace(config.workers, dead_letters=DeadLetters(max_bytes=Size(1500)))
     app.configure(msgspec.structs.replace(config, workers=full))
 
@@ -487,11 +487,11 @@ async def test_originals_wait_for_as_long_as_their_dead_letters_are_refused(
     testing: Testing,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(acknowledging, "STORE_AGAIN", Backoff(first=0.05, factor=1, jitter=0))
+    monkeypatch.setattr(acknowledging, "STORE_AGAIN", RetryPolicy(first=0.05, factor=1, jitter=0))
     full = msgspec.structs.replace(config.workers, dead_letters=DeadLetters(max_bytes=Size(500)))
     app.configure(msgspec.structs.replace(config, workers=full))
 
-    @app.agent("mars", order_by=order_by, retry=Backoff(attempts=1))
+    @app.agent("mars", order_by=order_by, retry=RetryPolicy(attempts=1))
     async def failing(notification: Notification[Any]) -> None:
         raise ValueError("never")
 

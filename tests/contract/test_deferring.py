@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 from nats.aio.client import Client, ServerVersion
 
-from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers import App, Notification, Notify, RetryPolicy
 from aviso_workers.backends import Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
@@ -29,7 +29,7 @@ NOT_YET_SECONDS = 4
 """A delay that is not over before a test has looked, also on a busy machine; on a server it is waited for."""
 LATER_SECONDS = 3600
 """A delay that no test waits for."""
-TWICE = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+TWICE = RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aviso_workers import App, Backoff, Counter, Notification, Notify, Table
+from aviso_workers import App, Counter, Notification, Notify, RetryPolicy, Table
 from aviso_workers.backends import Admin, OutgoingChunk
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
@@ -125,7 +125,7 @@ async def test_a_refusal_after_a_lost_acknowledgement_says_that_it_may_be_stored
 async def test_an_output_that_may_be_stored_is_told_as_such(
     app: App, url: str | None, lose_the_answer: LoseTheAnswer
 ) -> None:
-    @app.agent("mars", retry=Backoff(attempts=1))
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def derive(notification: Notification[Any]) -> Notify:
         step = int(notification.identifier["step"])
         if step:

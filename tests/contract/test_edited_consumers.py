@@ -10,12 +10,14 @@ import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers import App, Backoff, Notification
-from aviso_workers.backends import Backend
+from aviso_workers import App, Notification, RetryPolicy
+from aviso_workers.backends import Admin, Backend, Message
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.engine import shared_filters
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.errors import DeniedError, RefusedError
-from aviso_workers.events import AgentDisturbed, ConsumerEdited, ConsumerResumed
+from aviso_workers.events import AgentDisturbed, ConsumerEdited, ConsumerResumed, NotReadAgain, ReadAgain
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.state import delayed_messages
 from aviso_workers.state.own_streams import DELAYED, RETRIES
@@ -46,7 +48,7 @@ async def worker(
     monkeypatch.setattr(shared_filters, "CHECK_SECONDS", 0.5)
     monkeypatch.setattr(shared_filters, "CHECK_AGAIN_SECONDS", 0.1)
 
-    @app.agent("mars", order_by=request.param, retry=Backoff(attempts=2, first=0.01, jitter=0))
+    @app.agent("mars", order_by=request.param, retry=RetryPolicy(attempts=2, first=0.01, jitter=0))
     async def index(notification: Notification[Any]) -> None:
         calls.append((notification.identifier["step"], notification.payload))
         if calls.fails:
@@ -84,6 +86,38 @@ async def test_a_body_that_the_server_leaves_out_is_read_from_the_stream(worker:
     assert edited[0].consumer == "contract__index"
     assert edited[0].differences == ("headers_only: true -> false",)
     assert not (await backend.consumer_info("MARS", "contract__index")).config.get("headers_only")
+
+
+async def denied(backend: Admin, stream: str, sequence: int = 0, **_: Any) -> Message | None:
+    """The backends' `message` where the user has no right to it."""
+    raise RefusedError(f"$JS.API.STREAM.MSG.GET.{stream}: permissions violation")
+
+
+async def test_a_body_that_may_not_be_read_is_waited_for_and_that_is_said(
+    worker: Harness, calls: Handled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has left its stream meanwhile is not handled."""
+    facts: list[NotReadAgain] = []
+    ended: list[ReadAgain] = []
+    worker.app.events.listen(facts.append, NotReadAgain)
+    worker.app.events.listen(ended.append, ReadAgain)
+    backend = worker.app.session.backend
+    await edit(backend, "MARS", "contract__index", headers_only=True)
+    with monkeypatch.context() as denying:
+        for each in (InMemoryBackend, JetStreamBackend):
+            denying.setattr(each, "message", denied)
+        for step in range(3):
+            await worker.notify("mars", mars(step=step), {"n": step})
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not facts:
+                await worker.advance(0.1)
+        await worker.advance(3.0)
+    assert [(fact.agent, fact.stream) for fact in facts] == [("index", "MARS")], "once"
+    assert (calls, ended) == ([], [])
+    await backend.delete_message("MARS", 2)
+    await worker.settle()
+    assert ended == [ReadAgain(agent="index", stream="MARS")]
+    assert sorted(calls) == [("0", {"n": 0}), ("2", {"n": 2})]
 
 
 async def test_a_worker_that_starts_sets_it_right(worker: Harness, app: App, monkeypatch: pytest.MonkeyPatch) -> None:

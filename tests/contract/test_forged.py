@@ -11,7 +11,7 @@ import anyio
 import nats
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Notification, Stream, Window, Windowing
+from aviso_workers import App, Batch, Notification, RetryPolicy, Stream, Window, Windowing
 from aviso_workers.backends import Admin
 from aviso_workers.errors import UndecodableError
 from aviso_workers.events import Settled, Skipped, Suspected, Ticked, Unreadable
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 
 Forge = Callable[[App, str], Awaitable[None]]
 ACKNOWLEDGED = "attacker.any"
-PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+PROMPT = RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ async def keys_of(app: App, bucket: str) -> list[str]:
 async def test_a_worker_goes_on_whatever_is_in_the_place_of_its_state(app: App, url: str | None, forge: Forge) -> None:
     calls: dict[str, int] = {}
 
-    @app.agent("mars", retry=Backoff(first=0.05, factor=1, attempts=4, jitter=0))
+    @app.agent("mars", retry=RetryPolicy(first=0.05, factor=1, attempts=4, jitter=0))
     async def index(notification: Notification[Any]) -> None:
         step = notification.identifier["step"]
         calls[step] = calls.get(step, 0) + 1
@@ -145,7 +145,7 @@ async def test_a_failure_count_that_was_forged_counts_as_none(app: App, url: str
     attempts: list[int] = []
     bucket = f"contract{BUCKET_SUFFIX}"
 
-    @app.agent("mars", retry=Backoff(first=2, factor=1, attempts=3, jitter=0))
+    @app.agent("mars", retry=RetryPolicy(first=2, factor=1, attempts=3, jitter=0))
     async def index(notification: Notification[Any]) -> None:
         attempts.append(notification.attempt)
         raise ValueError("never")

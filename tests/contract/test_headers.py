@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Notify, Reject
+from aviso_workers import App, Notification, Notify, Reject, RetryPolicy
 from aviso_workers.aviso.codec import is_reserved
 from aviso_workers.errors import InvalidNotificationError
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
@@ -51,7 +51,7 @@ async def test_agents_replays_and_tests_see_them(app: App, url: str | None) -> N
 async def test_each_try_and_the_dead_letter_that_is_tried_again_have_them(app: App, url: str | None) -> None:
     seen: list[dict[str, str]] = []
 
-    @app.agent("plain", retry=Backoff(first=0.01, attempts=5))
+    @app.agent("plain", retry=RetryPolicy(first=0.01, attempts=5))
     async def index(notification: Notification[Any]) -> None:
         seen.append(own(notification.headers))
         if len(seen) == 1:

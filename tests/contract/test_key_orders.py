@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers import App, Notification, Notify, RetryPolicy
 from aviso_workers.events import AgentDisturbed, AgentStarted
 from aviso_workers.testing import Harness, harness
 from tests.waits import PATIENCE_SECONDS
@@ -113,7 +113,7 @@ async def test_an_output_with_another_order_is_refused(nats_url: str) -> None:
     new, _ = version("step", "id")
     new.event_type("order", key=["id"])
 
-    @new.agent("order", retry=Backoff(attempts=1))
+    @new.agent("order", retry=RetryPolicy(attempts=1))
     def produce(notification: Notification[Any]) -> Notify:
         return Notify("job", {"id": "c", "step": "1"})
 
@@ -136,7 +136,7 @@ async def test_an_empty_stream_with_dead_letters_is_not_read_with_another_order(
     old = App("ordered")
     old.event_type("job", key=["id", "step"])
 
-    @old.agent("job", retry=Backoff(attempts=1))
+    @old.agent("job", retry=RetryPolicy(attempts=1))
     async def handle(notification: Notification[Any]) -> None:
         raise ValueError("as asked for")
 

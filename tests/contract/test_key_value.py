@@ -11,6 +11,7 @@ import pytest
 from aviso_workers.backends import Admin, BulkKeyValue, Entry, PubAck
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError
 from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream.key_value import TTL, ttl_text
 from aviso_workers.jetstream.specs import StreamSpec
 from tests.contract.conftest import Elapse, Publish
 from tests.presence import present
@@ -292,6 +293,27 @@ async def test_a_bucket_that_keeps_by_history_or_age_knows_no_ttl_of_a_key(
 
     with pytest.raises(RefusedError, match="this bucket knows no ttl"):
         await bucket.put("owner", b"2", ttl_seconds=1)
+
+
+async def test_keys_are_found_by_a_filter_one_after_another(bucket: BulkKeyValue) -> None:
+    for key in ("index.MARS.1", "index.MARS.1.decided", "other.MARS.2.decided", "index.MARS.3.decided"):
+        await bucket.put(key, key.encode())
+    await bucket.delete("index.MARS.3.decided")
+    first = present(await bucket.next("index.*.*.decided"))
+    assert (first.key, first.value) == ("index.MARS.1.decided", b"index.MARS.1.decided")
+    second = present(await bucket.next("index.*.*.decided", after=first.revision))
+    assert (second.key, second.deleted) == ("index.MARS.3.decided", True)
+    assert await bucket.next("index.*.*.decided", after=second.revision) is None
+    assert await bucket.next("nobody.>") is None
+
+
+async def test_a_key_of_a_bucket_with_an_age_may_be_forgotten_sooner(backend: Admin, elapse: Elapse) -> None:
+    """As decisions of persons are (`state.failure_counts`)."""
+    bucket = await backend.key_value("ages", ttl_seconds=600)
+    await bucket.put("decided", b"1", headers={TTL: ttl_text(1)})
+    await bucket.put("count", b"1")
+    await elapse(2.5)
+    assert await bucket.keys() == ["count"]
 
 
 async def test_a_bucket_that_forgets_sooner_is_changed_and_one_that_keeps_for_longer_is_not(backend: Admin) -> None:

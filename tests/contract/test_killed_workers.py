@@ -10,7 +10,7 @@ import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Notify, Stream
+from aviso_workers import Agent, App, Batch, Batching, Notification, Notify, RetryPolicy, Stream
 from aviso_workers.errors import NotFoundError
 from aviso_workers.ops import agent_inventory
 from aviso_workers.testing import Harness, harness
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.anyio
 
 COUNT = 40
 ATTEMPTS = 3
-RETRY = Backoff(first=0.05, factor=1, attempts=ATTEMPTS, jitter=0)
-ONCE = Backoff(attempts=1)
+RETRY = RetryPolicy(first=0.05, factor=1, attempts=ATTEMPTS, jitter=0)
+ONCE = RetryPolicy(attempts=1)
 ACK_WAIT_SECONDS = 0.4
 HANDLING_SECONDS = 0.02
 
@@ -65,7 +65,7 @@ class Handlers:
         return sum(info.num_pending + info.num_ack_pending for info in infos)
 
 
-def one_by_one(app: App, handlers: Handlers, *, retry: Backoff = RETRY, **policy: Any) -> Agent[Any, Any]:
+def one_by_one(app: App, handlers: Handlers, *, retry: RetryPolicy = RETRY, **policy: Any) -> Agent[Any, Any]:
     @app.agent("mars", retry=retry, ack_wait=ACK_WAIT_SECONDS, **policy)
     async def index(notification: Notification[Any]) -> None:
         await handlers.handle(notification)

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification
+from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.state import declarations, worker_records
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
@@ -169,7 +169,7 @@ def version(kind: str, nats_url: str, attempts: int, *, names: tuple[str, ...] =
     app = App("contract", config=app_config(kind, nats_url))
     for name in names:
 
-        @app.agent("mars", name=name, retry=Backoff(attempts=attempts), start="new")
+        @app.agent("mars", name=name, retry=RetryPolicy(attempts=attempts), start="new")
         async def index(notification: Notification[Any]) -> None:
             pass
 

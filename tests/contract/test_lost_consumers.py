@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification
+from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.aviso.positions import Position
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.errors import NotFoundError, UnavailableError
@@ -169,7 +169,7 @@ async def test_what_was_tried_again_before_is_not_tried_once_more(kind: str, nat
     app = App("contract", config=app_config(kind, nats_url))
     tries: list[int] = []
 
-    @app.agent("mars", retry=Backoff(attempts=1))
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
         tries.append(int(notification.identifier["step"]))
         if tries == [0]:

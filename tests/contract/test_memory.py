@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Retry, Router
+from aviso_workers import App, Batch, Batching, Notification, Retry, RetryPolicy, Router
 from aviso_workers.events import Settled, TaskFailed
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -102,7 +102,7 @@ async def test_a_failed_call_leaves_none_of_its_variables(
     app: App, no_collection: None, form: Any, surrounded: bool, how: str
 ) -> None:
     fail, router = Failing(how), Router("theirs")
-    form(fail, router, timeout=PATIENCE_SECONDS, retry=Backoff(first=0.01, factor=1, attempts=3, jitter=0))
+    form(fail, router, timeout=PATIENCE_SECONDS, retry=RetryPolicy(first=0.01, factor=1, attempts=3, jitter=0))
     if surrounded:
         add_around(router)
     app.include(router)

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification
+from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.backends import Admin
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Settled
@@ -180,7 +180,7 @@ async def test_streams_that_do_not_exist_have_nothing_to_tell(app: App) -> None:
 
 
 async def test_dead_letters_are_counted_by_agent(app: App) -> None:
-    @app.agent("mars", retry=Backoff(attempts=1))
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def broken(notification: Notification[Any]) -> None:
         raise ValueError("no")
 

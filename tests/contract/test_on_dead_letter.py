@@ -17,13 +17,13 @@ from msgspec import structs
 from aviso_workers import (
     Agent,
     App,
-    Backoff,
     Batch,
     Batching,
     GivenUp,
     Notification,
     Notify,
     Reject,
+    RetryPolicy,
     Router,
     Stream,
     Window,
@@ -35,7 +35,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = Backoff(first=0.05, factor=1, attempts=2, jitter=0)
+PROMPT = RetryPolicy(first=0.05, factor=1, attempts=2, jitter=0)
 
 
 class Field(msgspec.Struct):

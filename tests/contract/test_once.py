@@ -9,7 +9,7 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from aviso_workers import DELETE, App, Backoff, Batch, Delete, Notification, Reject, Stream, Table
+from aviso_workers import DELETE, App, Batch, Delete, Notification, Reject, RetryPolicy, Stream, Table
 from aviso_workers.declare.tables import PAGES
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, DeclarationError, OutcomeUnknownError
@@ -20,7 +20,7 @@ from tests.contract.settings import mars
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = Backoff(first=0.01, factor=1, attempts=4, jitter=0)
+PROMPT = RetryPolicy(first=0.01, factor=1, attempts=4, jitter=0)
 
 
 def add_one(count: int) -> int:
@@ -340,7 +340,7 @@ async def test_notifications_that_are_older_than_their_stream_count_once(
 
 
 async def test_a_second_update_of_a_key_in_one_call_is_refused(app: App, url: str | None, counts: Table[int]) -> None:
-    @app.agent("mars", retry=Backoff(attempts=1))
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def count(notification: Notification[Any]) -> None:
         await counts.update("other", add_one, once=notification)
         await counts.update("od", add_one, once=notification)
@@ -392,7 +392,7 @@ async def test_a_dead_letter_of_long_ago_is_told_of(
     monkeypatch.setattr(applied, "LISTED", 2)
     tells: list[str] = []
 
-    @app.agent("mars", retry=Backoff(attempts=1))
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def count(notification: Notification[Any]) -> None:
         try:
             if notification.identifier["step"] != "0" or tells:

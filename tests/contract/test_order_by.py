@@ -9,13 +9,9 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Notification, Notify, Reject
-from aviso_workers.backends import Admin, Delivery, Message
-from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.engine import buffer, flow, ordering_keys
-from aviso_workers.errors import RefusedError
-from aviso_workers.events import NotReadAgain, ReadAgain
+from aviso_workers import App, Notification, Notify, Reject, Retry, RetryPolicy
+from aviso_workers.backends import Delivery
+from aviso_workers.engine import flow
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -24,9 +20,8 @@ from tests.waits import PATIENCE_SECONDS
 pytestmark = pytest.mark.anyio
 
 PREFETCH = flow.MAX_PREFETCH
-LATER = Backoff(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
-SOON = Backoff(first=0.05, factor=1.0, attempts=2, jitter=0.0)
-BACKENDS = (InMemoryBackend, JetStreamBackend)
+LATER = RetryPolicy(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
+SOON = RetryPolicy(first=0.05, factor=1.0, attempts=2, jitter=0.0)
 BAD, GOOD = "0bad", "good"
 
 
@@ -38,11 +33,6 @@ async def wait_until(t: Harness, true: Callable[[], bool]) -> None:
     deadline = t.clock.monotonic() + PATIENCE_SECONDS
     while not true() and t.clock.monotonic() < deadline:
         await t.advance(0.05)
-
-
-async def denied(backend: Admin, stream: str, sequence: int = 0, **_: Any) -> Message | None:
-    """The backends' `message` where the user has no right to it."""
-    raise RefusedError(f"$JS.API.STREAM.MSG.GET.{stream}: permissions violation")
 
 
 class Handled:
@@ -98,10 +88,10 @@ async def test_a_key_that_fails_stops_no_other(app: App, url: str | None) -> Non
 async def test_many_keys_that_fail_stop_no_other(app: App, url: str | None) -> None:
     handled = Handled()
 
-    @app.agent("mars", order_by=("expver",), concurrency=4, retry=LATER, breaker=None)
+    @app.agent("mars", order_by=("expver",), concurrency=4)
     async def index(notification: Notification[Any]) -> None:
         if handled.note(notification) != GOOD:
-            raise ConnectionError("its database is down")
+            raise Retry("1h")
 
     async with harness(app, server=url) as t:
         await publish(app, ((f"{key:04}", step) for step in range(3) for key in range(PREFETCH // 2)))
@@ -128,13 +118,12 @@ async def test_a_key_that_takes_long_stops_no_other(app: App, url: str | None) -
 
 
 class TestWhatIsTooLargeTogether:
-    """What waits behind a key is kept without its bodies then, and read again."""
+    """What waits behind a key fills the budget of bytes, and other keys are asked for while a handler is idle."""
 
     COUNT = 200
 
     @pytest.fixture(autouse=True)
     def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(buffer, "MAX_SURPLUS_BYTES", 10_000)
         monkeypatch.setattr(flow, "MAX_WAITING_BYTES", 20_000)
 
     async def test_is_handled_whole_and_in_order(self, app: App, url: str | None) -> None:
@@ -154,8 +143,8 @@ class TestWhatIsTooLargeTogether:
     async def test_is_handled_whole_after_it_was_a_dead_letter(
         self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its original may have left the stream, so that nobody could read its body again."""
-        monkeypatch.setattr(ordering_keys, "KEY_PREFETCH", 2)
+        """Also where its original has left the stream."""
+        monkeypatch.setattr(flow, "KEY_PREFETCH", 2)
         broken, handled, goes_on = [True], list[tuple[int, int]](), anyio.Event()
 
         @app.agent("mars", order_by=("expver",))
@@ -177,26 +166,10 @@ class TestWhatIsTooLargeTogether:
             await t.settle()
             assert handled == [(1000, 1)] * self.COUNT
 
-    async def test_makes_no_consumer_to_be_read_again(
-        self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        handled, goes_on = held_up(app)
-
-        async with harness(app, server=url) as t:
-            await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
-            await wait_until(t, lambda: bool(handled.steps))
-            await t.advance(0.5)
-            for backend in BACKENDS:
-                monkeypatch.setattr(backend, "read", None)
-            goes_on.set()
-            await wait_until(t, lambda: len(handled.steps[BAD]) == self.COUNT)
-            assert handled.steps[BAD] == list(range(self.COUNT))
-            monkeypatch.undo()
-
     async def test_becomes_whole_dead_letters(self, app: App, url: str | None) -> None:
-        @app.agent("mars", order_by=("expver",), retry=SOON, breaker=None)
+        @app.agent("mars", order_by=("expver",), retry=SOON)
         async def index(notification: Notification[str]) -> None:
-            raise ConnectionError("its database is down")
+            raise ValueError("not to be handled")
 
         async with harness(app, server=url) as t:
             await publish(app, ((BAD, step) for step in range(40)), "x" * 1000)
@@ -204,45 +177,6 @@ class TestWhatIsTooLargeTogether:
             assert [dead_letter.original.sequence for dead_letter in t.dead_letters] == list(range(1, 41))
             assert {len(dead_letter.original.data) for dead_letter in t.dead_letters} == {1002}
             assert {dead_letter.attempts for dead_letter in t.dead_letters} == {2}
-
-    async def test_waits_and_says_so_where_it_may_not_be_read(
-        self, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        handled, goes_on = held_up(app)
-        facts: list[NotReadAgain] = []
-        ended: list[ReadAgain] = []
-        app.events.listen(facts.append, NotReadAgain)
-        app.events.listen(ended.append, ReadAgain)
-
-        async with harness(app, server=url) as t:
-            await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
-            await publish(app, [(GOOD, 0)])
-            await wait_until(t, lambda: handled.count(without=BAD) == 1)
-            with monkeypatch.context() as denying:
-                for backend in BACKENDS:
-                    denying.setattr(backend, "message", denied)
-                goes_on.set()
-                await wait_until(t, lambda: bool(facts))
-                await t.advance(3.0)
-
-            assert [(fact.agent, fact.stream) for fact in facts] == [("index", "MARS")], "once"
-            assert handled.steps[BAD] == list(range(facts[0].sequence - 1))
-            assert ended == []
-            await t.settle()
-            assert ended == [ReadAgain(agent="index", stream="MARS")]
-            assert handled.steps[BAD] == list(range(self.COUNT))
-
-    async def test_is_not_handled_where_it_has_left_the_stream(self, app: App, url: str | None) -> None:
-        handled, goes_on = held_up(app)
-
-        async with harness(app, server=url) as t:
-            await publish(app, ((BAD, step) for step in range(self.COUNT)), "x" * 1000)
-            await wait_until(t, lambda: bool(handled.steps))
-            await t.advance(0.5)
-            await app.session.backend.delete_message("MARS", self.COUNT)
-            goes_on.set()
-            await t.settle()
-            assert handled.steps[BAD] == list(range(self.COUNT - 1))
 
 
 async def test_what_a_dead_worker_held_comes_in_order_although_it_becomes_due_in_another(

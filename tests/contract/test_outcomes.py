@@ -17,13 +17,13 @@ from aviso_workers import (
     Ack,
     Agent,
     App,
-    Backoff,
     Batch,
     Batching,
     Notification,
     Notify,
     Reject,
     Retry,
+    RetryPolicy,
     Stream,
     Window,
     Windowing,
@@ -39,8 +39,8 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-ONCE = Backoff(attempts=1)
-PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+ONCE = RetryPolicy(attempts=1)
+PROMPT = RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0)
 UNITS = {"m": 1, "km": 1000}
 
 

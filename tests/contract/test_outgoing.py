@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from aviso_workers import App, Backoff, GivenUp, Notification, Notify, Reject, Router
+from aviso_workers import App, GivenUp, Notification, Notify, Reject, RetryPolicy, Router
 from aviso_workers.errors import InvalidNotificationError
 from aviso_workers.testing import harness
 from tests.contract.settings import mars
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+PROMPT = RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0)
 
 
 def plain(step: object, text: str = "x") -> Notify:

@@ -10,7 +10,7 @@ import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Notify, Receipt, Reject, Retry, Stream
+from aviso_workers import App, Batch, Batching, Notification, Notify, Receipt, Reject, Retry, RetryPolicy, Stream
 from aviso_workers.aviso.codec import Message
 from aviso_workers.engine.idempotency import IdempotencyKeys, message_id
 from aviso_workers.engine.publisher import Publisher
@@ -20,7 +20,7 @@ from tests.contract.settings import mars
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+PROMPT = RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0)
 
 
 def plain(step: str | int, text: str = "x") -> Notify:

@@ -160,6 +160,31 @@ class TestAPinnedReader:
             again = await inbox.next()
             assert (again.message.subject, again.num_delivered) == ("mars.1", 2)
 
+    async def test_may_end_a_delay_also_after_its_delivery_is_not_held_any_more(
+        self,
+        reading: Callable[..., Any],
+        create: Create,
+        ensure: Ensure,
+        publish: Publish,
+        inbox: Inbox,
+        elapse: Callable[[float], Awaitable[None]],
+    ) -> None:
+        await create()
+        await ensure(**PINS)
+        async with reading(inbox) as reader:
+            await publish("mars.1")
+            delivery = await inbox.next()
+            delivery.nak(delay_seconds=600.0)
+            reader.refill()
+            await elapse(ACK_WAIT_SECONDS * 2.5)
+            assert (delivery.held, bool(inbox.waiting)) == (False, False)
+            delivery.redeliver()
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while not inbox.waiting:
+                    reader.refill()
+                    await elapse(0.1)
+            assert (await inbox.next()).num_delivered == 2
+
 
 class TestAReaderThatIsNotHeardAnyMore:
     async def test_is_followed_by_another_and_settles_nothing_late(

@@ -1,16 +1,23 @@
-"""`Limit(concurrent=...)` on every backend: all workers of the fleet together make so many calls at once."""
+"""`Slots(...)` on every backend: all workers of the fleet together make so many calls at once."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from threading import Event
+from typing import Any, cast
 
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Limit, Notification, Notify
+from aviso_workers import App, Notification, Notify, Rate, Reject, RetryPolicy, Slots
+from aviso_workers.backends import Admin
+from aviso_workers.backends.buckets import Bucket
+from aviso_workers.clocks import VirtualClock
+from aviso_workers.engine.leases import RENEW_SECONDS
+from aviso_workers.errors import TakenOverError
 from aviso_workers.events import Failed
 from aviso_workers.features.limits import places
 from aviso_workers.state import lease_records
@@ -60,6 +67,21 @@ async def publish(app: App, count: int, *, name: str = "od", first: int = 0) -> 
     await app.notify_many(Notify("mars", mars(step=first + step, **{"class": name}), {}) for step in range(count))
 
 
+def pause(app: App) -> None:
+    """Let time pass as in a process that does not run: longer than a lease lasts."""
+    cast(VirtualClock, app.session.backend.clock)._now += 1.2 * lease_records.LEASE_SECONDS
+
+
+async def take_from(app: App, slot: str) -> None:
+    """Take a slot from the worker that has it, as another one does that has not heard of it."""
+    bucket = await app.session.backend.key_value(
+        lease_records.bucket_of(app.name), ttl_seconds=lease_records.LEASE_SECONDS, own=True
+    )
+    mine = await bucket.newest(slot)
+    assert mine is not None
+    await bucket.put(slot, b"another worker", revision=mine.revision)
+
+
 async def until(t: Harness, condition: Callable[[], Any]) -> None:
     with anyio.fail_after(PATIENCE_SECONDS):
         while not condition():
@@ -70,7 +92,7 @@ async def until(t: Harness, condition: Callable[[], Any]) -> None:
 async def test_all_workers_together_make_so_many_calls_for_each_key(
     app: App, url: str | None, running: Running, concurrent: int
 ) -> None:
-    @app.agent("mars", limit=Limit(concurrent=concurrent, key=["class"]), concurrency=6, retry=Backoff(attempts=1))
+    @app.agent("mars", limits=[Slots(concurrent, by=["class"])], concurrency=6, retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
         await running.call(notification, app)
 
@@ -85,7 +107,7 @@ async def test_all_workers_together_make_so_many_calls_for_each_key(
 
 
 async def test_without_a_key_it_is_a_mutex_of_the_agent(app: App, url: str | None, running: Running) -> None:
-    @app.agent("mars", limit=Limit(concurrent=1), concurrency=4)
+    @app.agent("mars", limits=[Slots(1)], concurrency=4)
     async def index(notification: Notification[Any]) -> None:
         await running.call(notification, app)
 
@@ -101,7 +123,7 @@ async def test_a_key_that_is_taken_occupies_no_call_and_stops_no_other(
 ) -> None:
     goes_on = anyio.Event()
 
-    @app.agent("mars", limit=Limit(concurrent=1, key=["class"]), concurrency=2)
+    @app.agent("mars", limits=[Slots(1, by=["class"])], concurrency=2)
     async def index(notification: Notification[Any]) -> None:
         if notification.identifier["class"] == "od":
             await goes_on.wait()
@@ -125,10 +147,10 @@ async def test_order_by_is_kept_and_failures_are_tried_at_the_head_of_their_key(
 
     @app.agent(
         "mars",
-        limit=Limit(concurrent=1, key=["class"]),
+        limits=[Slots(1, by=["class"])],
         order_by=["class"],
         concurrency=4,
-        retry=Backoff(first=0.05, jitter=0),
+        retry=RetryPolicy(first=0.05, jitter=0),
     )
     async def index(notification: Notification[Any]) -> None:
         step = int(notification.identifier["step"])
@@ -150,7 +172,7 @@ async def test_workers_take_turns(app: App, url: str | None, running: Running) -
     beside = App(app.name, config=app.config)
 
     def declared(target: App, version: str) -> None:
-        @target.agent("mars", limit=Limit(concurrent=1, key=["class"]), concurrency=2)
+        @target.agent("mars", limits=[Slots(1, by=["class"])], concurrency=2)
         async def index(notification: Notification[Any]) -> None:
             by.append(version)
             await running.call(notification, target)
@@ -167,7 +189,7 @@ async def test_workers_take_turns(app: App, url: str | None, running: Running) -
 
 
 async def test_a_worker_that_is_killed_is_followed(app: App, url: str | None, running: Running) -> None:
-    @app.agent("mars", limit=Limit(concurrent=1, key=["class"]), concurrency=2, ack_wait=2)
+    @app.agent("mars", limits=[Slots(1, by=["class"])], concurrency=2, ack_wait=2)
     async def index(notification: Notification[Any]) -> None:
         await running.call(notification, app, 0.2)
 
@@ -188,7 +210,7 @@ async def test_a_call_whose_place_is_lost_is_cancelled_and_uses_no_attempt(
     app.events.listen(failed.append, Failed)
     cancelled: list[int] = []
 
-    @app.agent("mars", limit=Limit(concurrent=1), concurrency=2, retry=Backoff(attempts=1))
+    @app.agent("mars", limits=[Slots(1)], concurrency=2, retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
         try:
             await running.call(notification, app, 0.1 if cancelled else 60.0)
@@ -199,13 +221,7 @@ async def test_a_call_whose_place_is_lost_is_cancelled_and_uses_no_attempt(
     async with harness(app, server=url) as t:
         await publish(app, 1)
         await until(t, lambda: running.now["od"])
-        bucket = await app.session.backend.key_value(
-            lease_records.bucket_of(app.name), ttl_seconds=lease_records.LEASE_SECONDS, own=True
-        )
-        key = "places/index/all/0"
-        mine = await bucket.newest(key)
-        assert mine is not None
-        await bucket.put(key, b"another worker", revision=mine.revision)
+        await take_from(app, "slots/index/all/0")
         await until(t, lambda: running.count == 1)
         assert t.dead_letters == []
     assert cancelled == [0]
@@ -214,11 +230,37 @@ async def test_a_call_whose_place_is_lost_is_cancelled_and_uses_no_attempt(
     assert "was lost" in str(failed[0].error)
 
 
+@pytest.mark.parametrize("slot", ["slots/index/all/0", "slots/index/class/od/0"])
+async def test_a_call_that_needs_several_slots_ends_with_any_of_them(app: App, url: str | None, slot: str) -> None:
+    begun: list[int] = []
+    refused: list[TakenOverError] = []
+
+    @app.agent("mars", limits=[Slots(1), Slots(1, by=["class"])], retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        begun.append(notification.attempt)
+        if len(begun) > 1:
+            return
+        try:
+            await app.session.backend.clock.sleep(60)
+        finally:
+            with anyio.CancelScope(shield=True), pytest.raises(TakenOverError) as found:
+                await app.notify("mars", notification.identifier, {})
+            refused.append(found.value)
+
+    async with harness(app, server=url) as t:
+        await publish(app, 1)
+        await until(t, lambda: begun)
+        await take_from(app, slot)
+        await until(t, lambda: len(begun) > 1)
+        await t.settle()
+        assert t.dead_letters == []
+    assert (begun, len(refused)) == ([1, 1], 1)
+
+
 async def test_it_combines_with_a_rate(app: App, url: str | None, running: Running) -> None:
     @app.agent(
         "mars",
-        limit=Limit(concurrent=1, key=["class"]),
-        rate_limit=Limit(20, per=1),
+        limits=[Rate(20, per=1), Slots(1, by=["class"])],
         concurrency=4,
     )
     async def index(notification: Notification[Any]) -> None:
@@ -235,26 +277,202 @@ async def test_it_combines_with_a_rate(app: App, url: str | None, running: Runni
 
 
 async def test_a_place_that_is_not_used_is_given_back(app: App, url: str | None, running: Running) -> None:
-    @app.agent("mars", limit=Limit(concurrent=1, key=["class"]), concurrency=2)
+    @app.agent("mars", limits=[Slots(1, by=["class"])], concurrency=2)
     async def index(notification: Notification[Any]) -> None:
         await running.call(notification, app)
 
     async with harness(app, server=url) as t:
         await publish(app, 2)
         await until(t, lambda: running.count == 2)
-        await t.advance(4 * places.LINGER_SECONDS)
+        ended = t.clock.monotonic()
         bucket = await app.session.backend.key_value(
             lease_records.bucket_of(app.name), ttl_seconds=lease_records.LEASE_SECONDS, own=True
         )
         with anyio.fail_after(PATIENCE_SECONDS):
-            while await bucket.get("places/index/class/od/0") is not None:
+            while await bucket.get("slots/index/class/od/0") is not None:
                 await t.advance(0.1)
+        assert t.clock.monotonic() - ended < lease_records.LEASE_SECONDS / 2, "it was not forgotten, but given back"
+
+
+async def test_a_slot_that_is_given_back_while_it_is_renewed_can_be_taken_at_once(
+    app: App, url: str | None, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the server answers late. Here it answers a renewal after a minute, and nobody waits for that."""
+    renewing = anyio.Event()
+    put = Bucket.put
+
+    async def put_and_answer_late(self: Bucket, key: str, value: bytes, **given: Any) -> int:
+        stored = await put(self, key, value, **given)
+        if key == "slots/index/all/0" and given["revision"]:
+            renewing.set()
+            await app.session.backend.clock.sleep(60)
+        return stored
+
+    monkeypatch.setattr(Bucket, "put", put_and_answer_late)
+
+    @app.agent("mars", limits=[Slots(1)])
+    async def index(notification: Notification[Any]) -> None:
+        await renewing.wait()
+        running.done["od"].append(int(notification.identifier["step"]))
+
+    async with harness(app, server=url, workers=2) as t:
+        for call in range(3):
+            renewing = anyio.Event()
+            began = t.clock.monotonic()
+            await publish(app, 1, first=call)
+            await until(t, partial(lambda count: running.count > count, call))
+            assert t.clock.monotonic() - began < RENEW_SECONDS + places.TURN_SECONDS
+            await t.advance(4 * places.LINGER_SECONDS)
+
+
+async def test_a_worker_that_was_paused_begins_nothing_in_a_slot_that_others_may_have(
+    app: App, running: Running
+) -> None:
+    paused = False
+
+    @app.agent("mars", limits=[Slots(1)], ack_wait=60)
+    async def index(notification: Notification[Any]) -> None:
+        nonlocal paused
+        if paused:
+            await running.call(notification, app, 3.0)
+        else:
+            paused = True
+            pause(app)
+
+    async with harness(app, workers=2) as t:
+        await publish(app, 7)
+        await until(t, lambda: running.count == 6)
+    assert running.most_in_all == 1
+
+
+async def test_no_call_begins_in_a_slot_that_was_lost_after_it_was_given_to_it(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a process that is paused in between."""
+    begun: list[int] = []
+    failed: list[Failed] = []
+    app.events.listen(failed.append, Failed)
+    admits, paused = places.Places.admits, False
+
+    def admit_and_be_paused(self: places.Places, *given: Any) -> bool:
+        nonlocal paused
+        admitted = admits(self, *given)
+        if admitted and not paused:
+            paused = True
+            pause(app)
+        return admitted
+
+    monkeypatch.setattr(places.Places, "admits", admit_and_be_paused)
+
+    @app.agent("mars", limits=[Slots(1)], ack_wait=60, retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        begun.append(int(notification.identifier["step"]))
+        await app.session.backend.clock.sleep(0.1)
+
+    async with harness(app, workers=2) as t:
+        await publish(app, 5)
+        await until(t, lambda: {*range(5)} <= {*begun})
+        await t.settle()
+        assert t.dead_letters == []
+    assert sorted(begun) == [*range(5)]
+    assert [fact.reason for fact in failed] == ["uncounted"]
+
+
+@pytest.mark.parametrize("outcome", ["raises", "rejects", "succeeds"])
+async def test_a_thread_whose_slot_is_lost_ends_without_an_attempt_and_its_slot_is_not_used_again(
+    app: App, url: str | None, running: Running, outcome: str
+) -> None:
+    goes_on = Event()
+    begun: list[int] = []
+
+    @app.agent("mars", limits=[Slots(1)], concurrency=2, retry=RetryPolicy(attempts=1))
+    def index(notification: Notification[Any]) -> Reject | None:
+        begun.append(int(notification.identifier["step"]))
+        if len(begun) > 1:
+            return None
+        assert goes_on.wait(PATIENCE_SECONDS)
+        if outcome == "raises":
+            raise ValueError
+        return Reject("its slot is lost") if outcome == "rejects" else None
+
+    async with harness(app, server=url) as t:
+        await publish(app, 2)
+        await until(t, lambda: begun)
+        await take_from(app, "slots/index/all/0")
+        await t.advance(RENEW_SECONDS + 0.5)
+        goes_on.set()
+        since = t.clock.monotonic()
+        await until(t, lambda: len(begun) > 1)
+        took = t.clock.monotonic() - since
+        await t.settle()
+        assert t.dead_letters == []
+    assert took > lease_records.LEASE_SECONDS - 2 * RENEW_SECONDS, "another worker had the slot meanwhile"
+    assert len(begun) == len({*begun}) + (outcome != "succeeds") == 2 + (outcome != "succeeds")
+
+
+async def test_a_slot_whose_thread_runs_on_is_not_given_back_when_its_worker_ends(app: App) -> None:
+    goes_on = Event()
+    begun: list[float] = []
+
+    @app.agent("mars", limits=[Slots(1)])
+    def index(notification: Notification[Any]) -> None:
+        begun.append(app.session.backend.clock.monotonic())
+        if len(begun) == 1:
+            goes_on.wait(PATIENCE_SECONDS)
+
+    async with harness(app) as t:
+        await publish(app, 1)
+        await until(t, lambda: begun)
+        await t.stop()
+        ended = t.clock.monotonic()
+        await t.start()
+        await until(t, lambda: len(begun) > 1)
+        goes_on.set()
+    assert begun[1] - ended > lease_records.LEASE_SECONDS - 2 * RENEW_SECONDS
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_call_whose_stream_is_recreated_has_its_slot_until_it_ends_and_not_longer(
+    app: App, url: str | None, count: int
+) -> None:
+    goes_on, all_in_use = anyio.Event(), anyio.Event()
+    runs, most = 0, 0
+    done: list[str] = []
+
+    @app.agent("mars", limits=[Slots(count)], concurrency=4)
+    async def index(notification: Notification[Any]) -> None:
+        nonlocal runs, most
+        runs += 1
+        most = max(most, runs)
+        match name := notification.identifier["class"]:
+            case "ea":
+                done.append("begun")
+                await goes_on.wait()
+            case "rd" if runs == count:
+                all_in_use.set()
+            case "rd":
+                await all_in_use.wait()
+        runs -= 1
+        done.append(name)
+
+    async with harness(app, server=url) as t:
+        await publish(app, 1, name="ea")
+        await until(t, lambda: done)
+        await cast(Admin, app.session.backend).delete_stream("MARS")
+        await publish(app, 3)
+        await t.advance(5.0 if url is None else 2.0)
+        assert (done.count("od"), most) == (3 * (count - 1), count)
+        goes_on.set()
+        await until(t, lambda: done.count("od") == 3)
+        await publish(app, count, name="rd")
+        await until(t, lambda: done.count("rd") == count)
+    assert most == count
 
 
 async def test_what_gave_way_to_another_worker_is_still_the_first_of_its_key(app: App) -> None:
     begun: list[int] = []
 
-    @app.agent("mars", limit=Limit(concurrent=1, key=["class"]), concurrency=4)
+    @app.agent("mars", limits=[Slots(1, by=["class"])], concurrency=4)
     async def index(notification: Notification[Any]) -> None:
         begun.append(int(notification.identifier["step"]))
         await app.session.backend.clock.sleep(0.25)

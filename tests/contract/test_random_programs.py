@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Notify, Table, Window, Windowing
+from aviso_workers import App, Batch, Batching, Notification, Notify, RetryPolicy, Table, Window, Windowing
 from aviso_workers.aviso.positions import Position
 from aviso_workers.errors import NotFoundError
 from aviso_workers.ops import agent_control
@@ -140,7 +140,7 @@ def make_app(ledger: Ledger, *, real: bool) -> tuple[App, Table[int]]:
     sums = app.table("sums", int, default=0)
     first = 0.1 if real else 1.0
     stated: dict[str, Any] = {
-        "retry": Backoff(first=first, factor=1.5, max=2 * first, attempts=ATTEMPTS, jitter=0),
+        "retry": RetryPolicy(first=first, factor=1.5, max=2 * first, attempts=ATTEMPTS, jitter=0),
         "ack_wait": 1 if real else 5,
     }
 

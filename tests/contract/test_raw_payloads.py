@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from pydantic import BaseModel
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Notify, Reject, Stream, Window, Windowing
+from aviso_workers import App, Batch, Batching, Notification, Notify, Reject, RetryPolicy, Stream, Window, Windowing
 from aviso_workers.backends import Message
 from aviso_workers.events import Skipped
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, document
@@ -93,7 +93,7 @@ async def test_a_replay_and_a_watch_decode_as_they_are_told(app: App, url: str |
 async def test_each_try_and_the_dead_letter_that_is_tried_again_have_it(app: App, url: str | None) -> None:
     seen: list[bytes] = []
 
-    @app.agent("plain", retry=Backoff(first=0.01, attempts=5))
+    @app.agent("plain", retry=RetryPolicy(first=0.01, attempts=5))
     async def index(notification: Notification[bytes]) -> None:
         seen.append(notification.payload)
         if len(seen) == 1:
@@ -157,7 +157,7 @@ async def test_what_is_delivered_later_has_it(app: App, url: str | None) -> None
 async def test_bodies_that_are_parted_elsewhere_are_other_notifications(app: App, url: str | None) -> None:
     tries = iter([(b"a\nb", b"c"), (b"a", b"b\nc")])
 
-    @app.agent("mars", retry=Backoff(first=0.01))
+    @app.agent("mars", retry=RetryPolicy(first=0.01))
     async def derive(notification: Notification[Any]) -> None:
         await app.notify_together([Notify("plain", IDENTIFIER, part) for part in next(tries)])
         if notification.num_delivered == 1:

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from anyio.abc import TaskGroup
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Tick, Window, Windowing
+from aviso_workers import App, Batch, Batching, Notification, Reject, RetryPolicy, Tick, Window, Windowing
 from aviso_workers.config import Config
 from aviso_workers.declare import timers
 from aviso_workers.declare.verdicts import OtherVersionError
@@ -62,7 +62,7 @@ ELSEWHERE = {
     "`ack_wait` of an agent": "tests/contract/test_shared_filters.py",
     "`key_order` of an event type (`key` in Python)": "tests/contract/test_key_orders.py",
     "`storage_policy` of an event type": "tests/engine/test_provisioning.py",
-    "a `Limit` of an agent": "tests/contract/test_limits.py",
+    "`limits` of an agent": "tests/contract/test_limits.py",
     "`singleton` of an agent": "tests/test_singletons.py",
 }
 """Rows of the table that another module tests."""
@@ -406,8 +406,8 @@ async def publish(deploy: Deploy, *steps: int) -> None:
 @row("`retry` of an agent")
 async def test_attempts_of_the_old_version_count_by_the_policy_of_the_new_one(deploy: Deploy) -> None:
     handled: list[tuple[str, int]] = []
-    before = of_agent(handled, "old", fails=9, retry=Backoff(first=1.0, factor=1, jitter=0, attempts=9))
-    after = of_agent(handled, "new", fails=9, retry=Backoff(first=0.1, factor=1, jitter=0, attempts=3))
+    before = of_agent(handled, "old", fails=9, retry=RetryPolicy(first=1.0, factor=1, jitter=0, attempts=9))
+    after = of_agent(handled, "new", fails=9, retry=RetryPolicy(first=0.1, factor=1, jitter=0, attempts=3))
     await deploy.start(before)
     await publish(deploy, 1)
     await deploy.until(lambda: len(handled) == 2)
@@ -418,11 +418,11 @@ async def test_attempts_of_the_old_version_count_by_the_policy_of_the_new_one(de
     await deploy.stop_all(after)
 
 
-@row("`concurrency`, `rate_limit`, `timeout`, `order_by` of an agent")
+@row("`concurrency`, `timeout`, `order_by` of an agent")
 async def test_settings_of_a_worker_hold_for_what_it_handles(deploy: Deploy) -> None:
     handled: list[tuple[str, int]] = []
     before = of_agent(handled, "old", concurrency=4)
-    after = of_agent(handled, "new", rate_limit=1000, timeout=60, order_by=["class"])
+    after = of_agent(handled, "new", concurrency=2, timeout=60, order_by=["class"])
     await deploy.start(before)
     await publish(deploy, *range(10))
     await deploy.until_handled("index")
@@ -469,7 +469,7 @@ async def test_what_waits_is_read_by_the_version_that_handles_it(deploy: Deploy)
 
     index.__annotations__["batch"] = Batch[Minute]
     after.agent("mars", where={"class": "od"}, start="new", batch=Batching(size=2, within=0.1))(index)
-    before = of_agent(handled, "old", fails=99, retry=Backoff(first=2.0, jitter=0))
+    before = of_agent(handled, "old", fails=99, retry=RetryPolicy(first=2.0, jitter=0))
     await deploy.start(before)
     await publish(deploy, 1)
     await deploy.t.notify("mars", mars(step=2, **{"class": "od"}), "no struct")
@@ -615,7 +615,7 @@ async def test_a_tick_is_run_once_as_soon_as_no_worker_runs_its_own(deploy: Depl
 @row("`identifier`, `payload` of an event type")
 async def test_what_is_stored_and_refused_by_new_rules_is_a_dead_letter(deploy: Deploy) -> None:
     handled: list[tuple[str, int]] = []
-    before = of_agent(handled, "old", fails=1, retry=Backoff(first=1.0, jitter=0))
+    before = of_agent(handled, "old", fails=1, retry=RetryPolicy(first=1.0, jitter=0))
     after = of_agent(handled, "new", fails=1)
     await deploy.start(before)
     await publish(deploy, 500)
@@ -706,13 +706,13 @@ async def test_what_is_given_back_to_another_version_is_no_failed_attempt(
 
     monkeypatch.setattr(Isolation, "of", note)
 
-    @app.agent("mars", where={"class": "od"}, start="new", retry=Backoff(attempts=2))
+    @app.agent("mars", where={"class": "od"}, start="new", retry=RetryPolicy(attempts=2))
     async def index(notification: Notification[Any]) -> None:
         turns.append(notification.attempt)
         if len(turns) < 7:
             raise OtherVersionError(UndecodableError("of another type"))
 
-    monkeypatch.setattr(acknowledging, "OTHER_VERSION", Backoff(first=0.05, factor=1.0, jitter=0.0))
+    monkeypatch.setattr(acknowledging, "OTHER_VERSION", RetryPolicy(first=0.05, factor=1.0, jitter=0.0))
     await deploy.start(app)
     await publish(deploy, 1)
     with anyio.fail_after(PATIENCE_SECONDS):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NewType, TypeVar, cast
 
 import pytest
 
-from aviso_workers import Ack, App, Backoff, Batch, Notification, Notify, Receipt, Reject, Retry
+from aviso_workers import Ack, App, Batch, Notification, Notify, Receipt, Reject, Retry, RetryPolicy
 from aviso_workers.declare import outputs
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
@@ -22,7 +22,7 @@ from tests.documented import PROJECT
 
 pytestmark = pytest.mark.anyio
 
-ONCE = Backoff(attempts=1)
+ONCE = RetryPolicy(attempts=1)
 MADE: list[Coroutine[Any, Any, Notify]] = []
 RECEIPT = Receipt(stream="PLAIN", sequence=1, message_id="1")
 

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import Agent, App, Backoff, Notification, Router
+from aviso_workers import Agent, App, Notification, RetryPolicy, Router
 from aviso_workers.backends import Backend, ConsumerInfo, Message, PubAck
 from aviso_workers.engine import acknowledging, shared_filters
 from aviso_workers.errors import NotFoundError, RefusedError
@@ -166,7 +166,7 @@ async def test_a_deploy_that_widens_a_filter_loses_nothing(deployment: Deploymen
 async def test_what_another_version_gave_back_is_handled_side_by_side(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acknowledging, "OTHER_VERSION", Backoff(first=0.1, max=0.2, jitter=0.0))  # all come at once
+    monkeypatch.setattr(acknowledging, "OTHER_VERSION", RetryPolicy(first=0.1, max=0.2, jitter=0.0))  # all come at once
     count, running, most = 4, 0, 0
     gather = Router("deployed").agent
 

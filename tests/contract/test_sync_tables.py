@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from aviso_workers import DELETE, App, Backoff, Counter, Notification, Table
+from aviso_workers import DELETE, App, Counter, Notification, RetryPolicy, Table
 from aviso_workers.errors import DeclarationError, OutcomeUnknownError
 from aviso_workers.testing import harness
 from tests.contract.settings import mars
@@ -18,14 +18,14 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+PROMPT = RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0)
 
 
 async def test_a_plain_function_reads_and_writes(app: App, url: str | None) -> None:
     counts, volume = app.table("counts", int, default=0, history=3), app.counter("volume")
     found: list[object] = []
 
-    @app.agent("mars", retry=Backoff(attempts=1))
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
     def index(notification: Notification[Any]) -> None:
         counts.put_sync("od", 1)
         found.append(counts.update_sync("od", lambda count: count + 1))
@@ -50,7 +50,7 @@ async def test_a_plain_function_reads_and_writes(app: App, url: str | None) -> N
 async def test_an_update_from_a_thread_may_expire(app: App, url: str | None) -> None:
     counts = app.table("counts", int, default=0)
 
-    @app.agent("mars", retry=Backoff(attempts=1))
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
     def index(notification: Notification[Any]) -> None:
         counts.put_sync("od", 1, ttl="1h")
         counts.update_sync("od", lambda count: count + 1, ttl=1)
@@ -108,7 +108,7 @@ async def test_what_has_to_be_awaited_fails_the_call_of_a_plain_function(
 ) -> None:
     counts, volume = app.table("counts", int, default=0), app.counter("volume")
 
-    @app.agent("mars", retry=Backoff(attempts=1))
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
     def index(notification: Notification[Any]) -> None:
         made = call(app, counts, volume)
         if run:
@@ -124,7 +124,7 @@ async def test_what_has_to_be_awaited_fails_the_call_of_a_plain_function(
 async def test_a_loop_over_items_in_a_plain_function_is_told_what_waits(app: App, url: str | None) -> None:
     counts = app.table("counts", int, default=0)
 
-    @app.agent("mars", retry=Backoff(attempts=1))
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
     def index(notification: Notification[Any]) -> None:
         for _ in counts.items():  # type: ignore[attr-defined]
             pass

@@ -16,10 +16,10 @@ import anyio.to_thread
 import pytest
 from msgspec import structs
 
-from aviso_workers import Agent, App, Backoff, Batch, Batching, Notification, Notify, Router
+from aviso_workers import Agent, App, Batch, Batching, Notification, Notify, RetryPolicy, Router
 from aviso_workers.declare import resources
 from aviso_workers.engine import shields, timeouts
-from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.flow import Flow
 from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Event, Settled
 from tests.contract.settings import mars
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS, PROMPT_SECONDS
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.anyio
 
 TIMEOUT_SECONDS = 0.3
 OVERDUE = CallOverdue(agent="index", timeout_seconds=TIMEOUT_SECONDS)
-OFTEN = Backoff(first=0.01, factor=1, attempts=50, jitter=0)
-ONCE = Backoff(attempts=1)
+OFTEN = RetryPolicy(first=0.01, factor=1, attempts=50, jitter=0)
+ONCE = RetryPolicy(attempts=1)
 
 
 @pytest.fixture(autouse=True)
@@ -190,15 +190,15 @@ class Heartbeats:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._count = 0
         self._beat = anyio.Event()
-        heartbeat = Buffer.heartbeat
+        heartbeat = Flow.heartbeat
 
-        async def counted(buffer: Buffer) -> None:
-            await heartbeat(buffer)
-            if len(buffer):
+        async def counted(flow: Flow) -> None:
+            await heartbeat(flow)
+            if len(flow):
                 self._count += 1
                 self._beat.set()
 
-        monkeypatch.setattr(Buffer, "heartbeat", counted)
+        monkeypatch.setattr(Flow, "heartbeat", counted)
 
     async def until_more(self, count: int) -> None:
         until = self._count + count
@@ -265,7 +265,7 @@ class TestANotification:
                 await facts.until_threads(OVERDUE)
                 await facts.until_acked(2, 3, 4)
                 run = app.session.runs["index"]
-                assert (run.overdue, run.buffer.running) == (1, 1)
+                assert (run.overdue, run.flow.running) == (1, 1)
                 hanging.end()
                 await facts.until_settled({1: "dead_lettered", 2: "acked", 3: "acked", 4: "acked"})
                 assert run.overdue == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from nats.aio.client import Client, ServerVersion
 
-from aviso_workers import App, Backoff, Notification, Notify
+from aviso_workers import App, Notification, Notify, RetryPolicy
 from aviso_workers.backends import Admin, Message, Outgoing
 from aviso_workers.errors import InvalidNotificationError, RefusedError
 from aviso_workers.testing import harness
@@ -105,7 +105,7 @@ async def test_ids_that_others_have_given_do_not_keep_them_out(app: App) -> None
 async def test_a_handler_that_is_run_again_stores_them_once(declared: App, nats_url: str) -> None:
     tries: list[bool] = []
 
-    @declared.agent("mars", retry=Backoff(first=0.05, factor=1, attempts=3, jitter=0))
+    @declared.agent("mars", retry=RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0))
     async def derive(notification: Notification[Any]) -> None:
         receipt = await declared.notify_together([plain(1), plain(2)])
         tries.append(receipt.duplicate)

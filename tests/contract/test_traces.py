@@ -14,14 +14,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from aviso_workers import (
     App,
-    Backoff,
     Batch,
     Batching,
     GivenUp,
-    Limit,
     Notification,
     Notify,
     Reject,
+    RetryPolicy,
+    Slots,
     Stream,
     Window,
     Windowing,
@@ -39,7 +39,7 @@ from tests.waits import PATIENCE_SECONDS
 pytestmark = pytest.mark.anyio
 
 VARIABLE = "AVISO_WORKERS_WORKERS__TRACES__"
-PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+PROMPT = RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0)
 EXPORTER = spans_of_process.exporter()
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SOUND = f"00-{TRACE}-{SPAN}-01"
@@ -385,7 +385,7 @@ async def test_settlements_have_spans_if_they_are_asked_for(
     monkeypatch.setenv(f"{VARIABLE}SETTLE", "true")
     app = App("contract", config=app_config(kind, nats_url))
 
-    @app.agent("plain", retry=Backoff(first=0.05, attempts=2, jitter=0))
+    @app.agent("plain", retry=RetryPolicy(first=0.05, attempts=2, jitter=0))
     async def index(notification: Notification[Any]) -> None:
         if notification.payload == "bad" or (notification.payload == "once" and notification.attempt == 1):
             raise ValueError(notification.payload)
@@ -405,7 +405,7 @@ async def test_whatever_guards_the_calls_is_inside_of_the_span(app: App, url: st
     async def singleton(notification: Notification[Any]) -> Notify:
         return Notify("mars", mars(step="1"), {})
 
-    @app.agent("plain", limit=Limit(concurrent=1), timeout=60)
+    @app.agent("plain", limits=[Slots(1)], timeout=60)
     def limited(notification: Notification[Any]) -> Notify:
         app.notify_sync("mars", mars(step="3"), {})
         return Notify("mars", mars(step="2"), {})

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Breaker, Notification, Notify, Retry
+from aviso_workers import App, Batch, Notification, Notify, Retry, RetryPolicy
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -28,15 +28,17 @@ async def until(t: Harness, condition: Any) -> None:
             await t.advance(0.1)
 
 
-@pytest.mark.parametrize("breaker", [None, Breaker()], ids=["no breaker", "breaker"])
+@pytest.mark.parametrize("patience", [0, "1d"], ids=["no patience", "a day"])
 @pytest.mark.parametrize("order_by", [(), ("step",)], ids=["no order", "order_by"])
 async def test_it_is_no_failed_attempt(
-    app: App, url: str | None, breaker: Breaker | None, order_by: tuple[str, ...]
+    app: App, url: str | None, patience: str | int, order_by: tuple[str, ...]
 ) -> None:
     attempts: list[int] = []
     times: list[float] = []
 
-    @app.agent("mars", retry=Backoff(first=0.05, attempts=2, jitter=0), breaker=breaker, order_by=order_by)
+    needed = app.dependency("catalogue", patience=patience)
+
+    @app.agent("mars", retry=RetryPolicy(first=0.05, attempts=2, jitter=0), depends_on=needed, order_by=order_by)
     async def index(notification: Notification[Any]) -> None:
         attempts.append(notification.attempt)
         times.append(app.session.backend.clock.monotonic())
@@ -59,7 +61,7 @@ async def test_it_is_no_failed_attempt(
 async def test_what_on_error_answers_is_no_failed_attempt(app: App, url: str | None) -> None:
     attempts: list[int] = []
 
-    @app.agent("mars", retry=Backoff(first=0.05, attempts=1))
+    @app.agent("mars", retry=RetryPolicy(first=0.05, attempts=1))
     async def index(notification: Notification[Any]) -> Retry | None:
         attempts.append(notification.attempt)
         if len(attempts) < 3:
@@ -80,7 +82,7 @@ async def test_what_on_error_answers_is_no_failed_attempt(app: App, url: str | N
 async def test_one_of_a_batch_is_no_failed_attempt(app: App, url: str | None) -> None:
     attempts: dict[str, list[int]] = {}
 
-    @app.agent("mars", retry=Backoff(first=0.05, attempts=1))
+    @app.agent("mars", retry=RetryPolicy(first=0.05, attempts=1))
     async def index(batch: Batch[Any]) -> None:
         for notification in batch:
             seen = attempts.setdefault(notification.identifier["step"], [])

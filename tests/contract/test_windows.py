@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import Ack, Agent, App, Backoff, Notification, Notify, Reject, Retry, Router, Window, Windowing
+from aviso_workers import Ack, Agent, App, Notification, Notify, Reject, Retry, RetryPolicy, Router, Window, Windowing
 from aviso_workers.clocks import LoopClock
 from aviso_workers.declare import windows
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 
 SIX = datetime(2026, 11, 20, 6, tzinfo=UTC)
 STEPS = itertools.count()
-PROMPT = Backoff(first=0.05, factor=1, attempts=3, jitter=0)
+PROMPT = RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0)
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -130,7 +130,7 @@ async def test_each_key_has_windows_and_all_close_together(
 
 @pytest.mark.parametrize("key", [None, 0, 5, b"od"])
 async def test_a_key_that_is_not_a_text_fails_the_call(app: App, declare: Callable[..., Any], key: Any) -> None:
-    agent = declare(hourly(key=lambda notification: key), retry=Backoff(attempts=1))
+    agent = declare(hourly(key=lambda notification: key), retry=RetryPolicy(attempts=1))
     async with harness(app) as t:
         await notify(t, 1)
         await t.settle()
@@ -140,7 +140,7 @@ async def test_a_key_that_is_not_a_text_fails_the_call(app: App, declare: Callab
 
 @pytest.mark.parametrize("time", [None, 1_763_000_000.0, "2026-11-20T06:00:00Z"])
 async def test_a_time_that_is_not_a_datetime_fails_the_call(app: App, declare: Callable[..., Any], time: Any) -> None:
-    agent = declare(hourly(time=lambda notification: time), retry=Backoff(attempts=1))
+    agent = declare(hourly(time=lambda notification: time), retry=RetryPolicy(attempts=1))
     async with harness(app) as t:
         await notify(t, 1)
         await t.settle()
@@ -188,7 +188,7 @@ class TestOpenWindows:
     async def test_that_are_over_are_not_among_them_although_their_function_fails(
         self, app: App, url: str | None
     ) -> None:
-        @app.agent("mars", window=hourly(key=class_of), retry=Backoff(first=600, jitter=0))
+        @app.agent("mars", window=hourly(key=class_of), retry=RetryPolicy(first=600, jitter=0))
         async def sums(window: Window[int]) -> None:
             raise RuntimeError("no table")
 
@@ -395,7 +395,7 @@ async def test_a_window_waits_for_what_is_tried_again(app: App, url: str | None)
                 raise ConnectionError
         return total + notification.payload.size
 
-    @app.agent("mars", window=hourly(fold=add_at_the_second_try), retry=Backoff(first=2.5, jitter=0))
+    @app.agent("mars", window=hourly(fold=add_at_the_second_try), retry=RetryPolicy(first=2.5, jitter=0))
     async def sums_of_all(window: Window[int]) -> Notify:
         return result(window)
 
@@ -462,7 +462,7 @@ async def test_an_agent_that_is_reset_does_not_count_again_what_it_has_counted(
 async def test_a_function_that_fails_is_run_again_and_publishes_once(app: App, url: str | None) -> None:
     tries: list[int] = []
 
-    @app.agent("mars", window=hourly(), retry=Backoff(first=0.05, factor=1, attempts=3, jitter=0))
+    @app.agent("mars", window=hourly(), retry=RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0))
     async def sums_at_the_third_try(window: Window[int]) -> None:
         tries.append(window.value)
         one = result(window)
@@ -484,7 +484,7 @@ async def test_a_window_that_fails_as_often_as_it_may_is_a_dead_letter_that_can_
 ) -> None:
     broken = True
 
-    @app.agent("mars", window=hourly(key=class_of), retry=Backoff(first=0.05, factor=1, attempts=2, jitter=0))
+    @app.agent("mars", window=hourly(key=class_of), retry=RetryPolicy(first=0.05, factor=1, attempts=2, jitter=0))
     async def totals(window: Window[int]) -> Notify:
         if broken and window.key == "rd":
             raise RuntimeError("no table")
@@ -524,7 +524,7 @@ async def test_a_window_whose_dead_letter_is_not_stored_is_run_again(
         await dead_letter(*given, **stated)
 
     monkeypatch.setattr(DeadLetterStore, "dead_letter", refuse)
-    agent = declare(hourly(), retry=Backoff(first=0.05, factor=1, attempts=1, jitter=0))
+    agent = declare(hourly(), retry=RetryPolicy(first=0.05, factor=1, attempts=1, jitter=0))
     async with harness(app, server=url) as t:
         t.fail(agent, RuntimeError("no table"), times=3)
         await notify(t, 10, 70)
@@ -536,7 +536,7 @@ async def test_a_window_whose_dead_letter_is_not_stored_is_run_again(
 async def test_settle_tells_of_a_window_that_fails(
     app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
 ) -> None:
-    agent = declare(hourly(), retry=Backoff(first=0.05, factor=1, attempts=10_000, jitter=0))
+    agent = declare(hourly(), retry=RetryPolicy(first=0.05, factor=1, attempts=10_000, jitter=0))
     async with harness(app, server=url) as t:
         t.fail(agent, RuntimeError("no table"), times=1000)
         await notify(t, 10, 70)
@@ -609,7 +609,7 @@ async def test_while_something_is_tried_again_nothing_is_idle(app: App, url: str
 async def test_a_window_whose_function_is_throttled_uses_no_attempt(app: App, url: str | None) -> None:
     tries: list[int] = []
 
-    @app.agent("mars", window=hourly(), retry=Backoff(attempts=1))
+    @app.agent("mars", window=hourly(), retry=RetryPolicy(attempts=1))
     async def sums_of_all(window: Window[int]) -> Notify | Retry:
         tries.append(1)
         return Retry(after=1, counts=False) if len(tries) < 4 else result(window)
@@ -724,7 +724,7 @@ async def test_a_fold_that_returns_none_fails_its_call(app: App, url: str | None
 
     forgetful: Windowing[Any, Any] = Windowing(size="1h", fold=lambda steps, _: steps.append(1), initial=[])
 
-    @app.agent("mars", window=forgetful, retry=Backoff(attempts=1))
+    @app.agent("mars", window=forgetful, retry=RetryPolicy(attempts=1))
     async def gathered(window: Window[Any]) -> None:
         found.append(window.value)
 
@@ -820,7 +820,7 @@ def stuck(app: App, monkeypatch: pytest.MonkeyPatch) -> Any:
             raise Retry(after=0.5)
         return total + notification.payload.size
 
-    @app.agent("mars", window=hourly(fold=add_later, every="30m"), concurrency=4, retry=Backoff(attempts=1000))
+    @app.agent("mars", window=hourly(fold=add_later, every="30m"), concurrency=4, retry=RetryPolicy(attempts=1000))
     async def sums(window: Window[int]) -> Notify:
         return result(window)
 
@@ -933,7 +933,7 @@ async def counted(t: Harness, count: int) -> None:
 async def test_a_function_that_fails_is_run_again_after_the_wait_of_its_policy(app: App, url: str | None) -> None:
     tries: list[int] = []
 
-    @app.agent("mars", window=hourly(), retry=Backoff(first=4, factor=1, jitter=0))
+    @app.agent("mars", window=hourly(), retry=RetryPolicy(first=4, factor=1, jitter=0))
     async def sums(window: Window[int]) -> None:
         tries.append(window.value)
         raise RuntimeError("no table")

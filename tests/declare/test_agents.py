@@ -14,12 +14,12 @@ from msgspec import Struct
 
 from aviso_workers import (
     App,
-    Backoff,
     Batch,
     Batching,
     GivenUp,
     Notification,
     Retry,
+    RetryPolicy,
     Router,
     Stream,
     Window,
@@ -80,8 +80,8 @@ class TestAnAgent:
     def test_has_defaults_that_anybody_can_live_with(self, router: Router) -> None:
         agent = router.agent("mars")(index)
         policy = agent.policy
-        assert (agent.where, policy.concurrency, policy.retry, policy.ack_wait) == ({}, 1, Backoff(), 20.0)
-        assert (policy.timeout, policy.rate_limit, policy.order_by) == (None, None, ())
+        assert (agent.where, policy.concurrency, policy.retry, policy.ack_wait) == ({}, 1, RetryPolicy(), 20.0)
+        assert (policy.timeout, policy.limits, policy.order_by) == (None, (), ())
 
     def test_keeps_its_own_copy_of_the_filter(self, router: Router) -> None:
         where = {"class": "od"}
@@ -507,10 +507,9 @@ def test_a_name_that_a_consumer_cannot_carry_is_refused(router: Router, name: st
         ({"concurrency": 10**9}, "agent 'index': concurrency must be above 0 and at most 10000, found 1000000000"),
         ({"ack_wait": 0.0}, "agent 'index': ack_wait must be above 0 and at most 31622400, found 0"),
         ({"ack_wait": math.inf}, "agent 'index': ack_wait=: a duration is .* found inf"),
-        ({"retry": 0}, "agent 'index': retry= takes a Backoff, found 0"),
+        ({"retry": 0}, "agent 'index': retry= takes a RetryPolicy, found 0"),
         ({"batch": 0}, "agent 'index': batch= takes a Batching, found 0"),
         ({"timeout": -1.0}, "agent 'index': timeout must be above 0 and at most 31622400, found -1"),
-        ({"rate_limit": 0.0}, "agent 'index': rate_limit must be above 0 and at most 1000000000, found 0.0"),
         ({"batch": Batching(size=5)}, "agent 'index': batch= is for a function of a Batch"),
     ],
 )

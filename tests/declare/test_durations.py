@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Notify, Retry, Stream, Windowing
+from aviso_workers import App, Batch, Batching, Notification, Notify, Retry, RetryPolicy, Stream, Windowing
 from aviso_workers.aviso import literals
 from aviso_workers.declare import timers
 from aviso_workers.engine import publisher
@@ -38,8 +38,8 @@ def of_a_batch(after: Any) -> Any:
 
 
 TAKEN: dict[str, Callable[[Any], float | None]] = {
-    "Backoff(first=)": lambda given: Backoff(first=given).first,
-    "Backoff(max=)": lambda given: Backoff(max=given).max,
+    "RetryPolicy(first=)": lambda given: RetryPolicy(first=given).first,
+    "RetryPolicy(max=)": lambda given: RetryPolicy(max=given).max,
     "Batching(within=)": lambda given: Batching(within=given).within,
     "Windowing(size=)": lambda given: windowing(size=given).size_seconds,
     "Windowing(every=)": lambda given: windowing(every=given).every_seconds,

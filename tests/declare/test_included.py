@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from aviso_workers import Ack, App, Backoff, Notification, Router
+from aviso_workers import Ack, App, Notification, RetryPolicy, Router
 from aviso_workers.errors import DeclarationError
 from aviso_workers.testing import harness
 
 pytestmark = pytest.mark.anyio
 
-TWICE = Backoff(attempts=2, first=0.1, jitter=0)
+TWICE = RetryPolicy(attempts=2, first=0.1, jitter=0)
 
 
 class Database:

@@ -1,57 +1,74 @@
-"""What a `Limit` takes, and where a decorator takes one."""
+"""What `Rate` and `Slots` take, and where a decorator takes them."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from aviso_workers import Batch, Limit, Notification, Router
+import aviso_workers
+from aviso_workers import Batch, Notification, Rate, Router, Slots
 from aviso_workers.errors import DeclarationError
 
 
-def test_it_has_seconds_and_fields() -> None:
-    for per in ("1m", 60, timedelta(minutes=1)):
-        limit = Limit(120, per=per, key=["tenant", "class"])
-        assert (limit.per, limit.key, limit.interval_seconds) == (60.0, ("tenant", "class"), 0.5)
-    assert limit.text == "120 in 1m for each tenant, class, across the fleet"
-    assert Limit(concurrent=2).text == "2 at once, across the fleet"
+@pytest.mark.parametrize("per", ["1m", 60, timedelta(minutes=1)])
+def test_a_rate_keeps_its_time_and_fields(per: Any) -> None:
+    rate = Rate(120, per, by=["tenant", "class"])
+    assert (rate.count, rate.per, rate.by) == (120, timedelta(minutes=1), ("tenant", "class"))
+    assert rate.interval_seconds == 0.5
+
+
+def test_limits_say_for_people_what_they_let() -> None:
+    assert str(Rate(600, per="1m", by=["tenant"])) == "600 in 1m for each tenant, across the fleet"
+    assert str(Rate(10**7, per=0.5)) == "10000000 in 0.5s, across the fleet"
+    assert str(Slots(2)) == "2 at once, across the fleet"
+    assert repr(Slots(2, by=["a", "b"])) == "<Slots 2 at once for each a, b, across the fleet>"
+
+
+@pytest.mark.parametrize("kind", [Rate, Slots])
+def test_the_signature_says_what_may_be_given(kind: type[Any]) -> None:
+    fields = inspect.signature(kind).parameters["by"]
+    assert (fields.kind, fields.annotation) == (inspect.Parameter.KEYWORD_ONLY, "Sequence[str]")
 
 
 @pytest.mark.parametrize(
-    ("given", "mistake"),
+    ("declare", "mistake"),
     [
-        ({}, r'say either Limit\(100, per="1m"\) or Limit\(concurrent=1\)'),
-        ({"number": 1, "per": 1, "concurrent": 1}, "say either"),
-        ({"number": "1", "per": 1}, "say either"),
-        ({"number": True, "per": 1}, "say either"),
-        ({"number": 1}, "give a number above 0 .* and per above 0 s"),
-        ({"number": -1, "per": 1}, "give a number above 0"),
-        ({"number": 1, "per": "2d"}, "at most a day"),
-        ({"number": 1, "per": "often"}, "Limit: per"),
-        ({"number": 0.5, "per": "1d"}, "it must let one begin in a day"),
-        ({"number": 1, "per": 1, "key": "tenant"}, r"key must be a list of identifier fields"),
-        ({"number": 1, "per": 1, "key": [1]}, r"key must be a list of identifier fields"),
-        ({"number": 1, "per": 1, "across": "worker"}, r'across must be "fleet", found \'worker\'; rate_limit=10'),
-        ({"concurrent": 1.5}, "concurrent must be a whole number from 1 to 100"),
-        ({"concurrent": -1}, "concurrent must be a whole number"),
-        ({"concurrent": 1, "per": 1}, "without per"),
+        (lambda: Rate(0, per=1), "Rate: the count must be a whole number from 1 to 1000000000, found 0"),
+        (lambda: Rate("1", per=1), "Rate: the count must be a whole number .* found '1'"),  # type: ignore[arg-type]
+        (lambda: Rate(True, per=1), "Rate: the count must be a whole number .* found True"),
+        (lambda: Rate(0.5, per="1d"), "Rate: the count must be a whole number .* found 0.5"),  # type: ignore[arg-type]
+        (lambda: Rate(10**10, per=1), "Rate: the count must be a whole number"),
+        (lambda: Rate(1, per=0), "Rate: per must be from 1 ms to a day, .* found 0"),
+        (lambda: Rate(1, per="2d"), "Rate: per must be from 1 ms to a day, .* found '2d'"),
+        (lambda: Rate(1, per="often"), "Rate: per: "),
+        (lambda: Rate(1, per=1, by="tenant"), r"Rate: by must be a list of identifier fields, .* found 'tenant'"),
+        (lambda: Slots(1, by=[1]), r"Slots: by must be a list of identifier fields, .* found \[1\]"),  # type: ignore[list-item]
+        (lambda: Slots(0), "Slots: the count must be a whole number from 1 to 100, found 0"),
+        (lambda: Slots(101), "Slots: the count must be a whole number from 1 to 100, found 101"),
+        (lambda: Slots(1.5), "Slots: the count must be a whole number"),  # type: ignore[arg-type]
     ],
 )
-def test_anything_else_is_refused_with_the_cure(given: dict[str, Any], mistake: str) -> None:
+def test_anything_else_is_refused_with_the_cure(declare: Callable[[], object], mistake: str) -> None:
     with pytest.raises(DeclarationError, match=mistake):
-        Limit(**given)
+        declare()
 
 
 @pytest.mark.parametrize(
     ("given", "mistake"),
     [
-        ({"rate_limit": Limit(concurrent=1)}, r"give Limit\(concurrent=...\) as limit="),
-        ({"limit": Limit(1, per=1)}, r'give Limit\(100, per="1m"\) as rate_limit='),
-        ({"limit": 1}, r"limit= takes Limit\(concurrent=1, ...\)"),
-        ({"rate_limit": "10/s"}, r"rate_limit= takes calls per second, or a Limit, found '10/s'"),
-        ({"limit": Limit(concurrent=1), "singleton": True}, "limit= is for an agent without singleton="),
+        ({"limits": 10}, r'limits= takes a list, as in limits=\[Rate\(100, per="1m"\), Slots\(1\)\], found 10'),
+        ({"limits": Slots(1)}, r"limits= takes a list, .* found <Slots 1 at once"),
+        ({"limits": ["10/s"]}, r"limits= takes a list, .* found \['10/s'\]"),
+        ({"limits": None}, r"limits= takes a list, .* found None"),
+        ({"limits": [Slots(1), Slots(2)]}, "two of a kind by the same fields, of which the lower one .*2 at once"),
+        ({"limits": [Rate(1, 1, by=["a", "b"]), Rate(9, "1m", by=["b", "a"])]}, "two of a kind by the same fields"),
+        ({"limits": [Slots(1)], "singleton": True}, "Slots are for an agent without singleton="),
+        ({"rate_limit": 10}, r'rate_limit= is gone: say limits=\[Rate\(100, per="1m"\)\], which all workers'),
+        ({"limit": 10}, r"limit= is gone: say limits=\[Slots\(1\)\]"),
     ],
 )
 def test_a_decorator_names_the_mistake_and_the_cure(given: dict[str, Any], mistake: str) -> None:
@@ -63,16 +80,32 @@ def test_a_decorator_names_the_mistake_and_the_cure(given: dict[str, Any], mista
         async def index(notification: Notification[Any]) -> None: ...
 
 
-def test_it_is_for_a_function_of_a_notification() -> None:
-    with pytest.raises(DeclarationError, match="a Limit is for a function of a Notification"):
+def test_an_argument_that_never_was_is_refused_as_by_python() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rate'"):
+        Router("router").agent("mars", rate=10)  # type: ignore[arg-type]
 
-        @Router("router").agent("mars", rate_limit=Limit(1, per=1))
+
+@pytest.mark.parametrize("name", ["Limit", "Backoff"])
+def test_a_name_of_the_package_that_is_gone_says_the_new_one(name: str) -> None:
+    new = {"Limit": r'Rate\(100, per="1m"\) or Slots\(1\)', "Backoff": r"RetryPolicy\(...\)"}[name]
+    with pytest.raises(ImportError, match=f"aviso_workers.{name} is gone: say {new}"):
+        exec(f"from aviso_workers import {name}")
+    with pytest.raises(ImportError, match=f"aviso_workers.{name} is gone: say {new}"):
+        getattr(aviso_workers, name)
+
+
+def test_they_are_for_a_function_of_a_notification() -> None:
+    with pytest.raises(DeclarationError, match="limits= is for a function of a Notification"):
+
+        @Router("router").agent("mars", limits=[Rate(1, per=1)])
         async def index(batch: Batch[Any]) -> None: ...
 
 
-def test_both_are_kept_and_a_place_is_asked_for_first() -> None:
-    @Router("router").agent("mars", rate_limit=Limit(1, per=1), limit=Limit(concurrent=1))
+def test_all_are_kept_and_slots_are_asked_for_first() -> None:
+    limits: list[Rate | Slots] = [Rate(1, per=1), Slots(9), Rate(9, per="1m", by=["class"]), Slots(1, by=["class"])]
+
+    @Router("router").agent("mars", limits=limits)
     async def index(notification: Notification[Any]) -> None: ...
 
-    assert index.policy.limits == (Limit(concurrent=1), Limit(1, per=1))
-    assert index.policy.rate_limit is None
+    assert index.policy.limits == (limits[1], limits[3], limits[0], limits[2])
+    assert index.policy.interval_seconds == 60 / 9

@@ -10,19 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from aviso_workers.declare.retry import MAX_LATER_SECONDS, Backoff, Restarts, RetryShare, Tries
+from aviso_workers.declare.retry import MAX_LATER_SECONDS, Restarts, RetryPolicy, RetryShare, Tries
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
 
-STEADY = Backoff(first=1.0, factor=3.0, jitter=0.0)
-DOUBLING = Backoff(first=1.0, factor=2.0, max=3.0, jitter=0.0)
+STEADY = RetryPolicy(first=1.0, factor=3.0, jitter=0.0)
+DOUBLING = RetryPolicy(first=1.0, factor=2.0, max=3.0, jitter=0.0)
 
 
 def test_the_default_policy_ends_within_the_default_duplicate_window() -> None:
     """Or what a handler publishes before it fails would be stored twice by its last tries."""
-    retry, handler_seconds = Backoff(), 8.0
-    waits = sum(structs.replace(retry, jitter=0.0).delay_seconds(n) for n in range(1, int(retry.attempts)))
-    longest = waits * (1 + retry.jitter) + (retry.attempts - 1) * handler_seconds
+    retry, handler_seconds = RetryPolicy(), 8.0
+    attempts = retry.attempts or 0
+    waits = sum(structs.replace(retry, jitter=0.0).delay_seconds(n) for n in range(1, attempts))
+    longest = waits * (1 + retry.jitter) + (attempts - 1) * handler_seconds
     assert longest <= DEFAULT_DUPLICATE_WINDOW / SECOND
 
 
@@ -33,7 +34,7 @@ def test_the_waits_multiply_up_to_the_longest() -> None:
 
 @given(
     st.builds(
-        Backoff,
+        RetryPolicy,
         first=st.floats(0, 1e6),
         factor=st.floats(1, 100),
         max=st.floats(0, 1e6),
@@ -41,12 +42,12 @@ def test_the_waits_multiply_up_to_the_longest() -> None:
     ),
     st.integers(1, 10**9),
 )
-def test_a_wait_stays_within_the_jitter_around_the_longest(retry: Backoff, failures: int) -> None:
+def test_a_wait_stays_within_the_jitter_around_the_longest(retry: RetryPolicy, failures: int) -> None:
     assert 0 <= retry.delay_seconds(failures) <= retry.max * (1 + retry.jitter) * (1 + 1e-9)
 
 
 def test_what_failed_together_does_not_come_back_together() -> None:
-    waits = {Backoff().delay_seconds(1) for _ in range(20)}
+    waits = {RetryPolicy().delay_seconds(1) for _ in range(20)}
     assert len(waits) > 1
     assert all(0.9 <= wait <= 1.1 for wait in waits), waits
 
@@ -54,23 +55,23 @@ def test_what_failed_together_does_not_come_back_together() -> None:
 @pytest.mark.parametrize(
     ("stated", "complaint"),
     [
-        ({"attempts": 0}, "Backoff: attempts must be a number from 1 to inf, found 0"),
-        ({"first": -1.0}, "Backoff: first must be a number from 0 to 31622400, found -1.0"),
-        ({"max": float("nan")}, "Backoff: max must be a number from 0 to inf, found nan"),
-        ({"factor": 0.5}, "Backoff: factor must be a number from 1 to 1000, found 0.5"),
-        ({"first": "1"}, "Backoff: first: duration must include a unit suffix .*, unlike '1'"),
-        ({"first": 1e12}, "Backoff: first must be a number from 0 to 31622400, found 1000000000000.0"),
-        ({"attempts": 2.5}, "Backoff: attempts must be a whole number, found 2.5"),
-        ({"jitter": 2.0}, "Backoff: jitter must be a number from 0 to 1, found 2.0"),
+        ({"attempts": 0}, "RetryPolicy: attempts must be a whole number from 1 on, or None for no end, found 0"),
+        ({"first": -1.0}, "RetryPolicy: first must be a number from 0 to 31622400, found -1.0"),
+        ({"max": float("nan")}, "RetryPolicy: max must be a number from 0 to inf, found nan"),
+        ({"factor": 0.5}, "RetryPolicy: factor must be a number from 1 to 1000, found 0.5"),
+        ({"first": "1"}, "RetryPolicy: first: duration must include a unit suffix .*, unlike '1'"),
+        ({"first": 1e12}, "RetryPolicy: first must be a number from 0 to 31622400, found 1000000000000.0"),
+        ({"attempts": 2.5}, "RetryPolicy: attempts must be a whole number from 1 on, or None for no end, found 2.5"),
+        ({"jitter": 2.0}, "RetryPolicy: jitter must be a number from 0 to 1, found 2.0"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(stated: dict[str, Any], complaint: str) -> None:
     with pytest.raises(DeclarationError, match=complaint):
-        Backoff(**stated)
+        RetryPolicy(**stated)
 
 
 def test_no_wait_is_longer_than_a_server_keeps() -> None:
-    waits = [Backoff(max=longest, jitter=0.0).delay_seconds(1000) for longest in (1e12, math.inf)]
+    waits = [RetryPolicy(max=longest, jitter=0.0).delay_seconds(1000) for longest in (1e12, math.inf)]
     assert waits == [366 * 86400] * 2
 
 

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from aviso_workers.declare import verdicts
-from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.declare.verdicts import (
     Ack,
     Again,
@@ -36,10 +36,10 @@ from aviso_workers.errors import (
     describe,
 )
 
-STEADY = Backoff(first=1.0, factor=3.0, jitter=0.0)
+STEADY = RetryPolicy(first=1.0, factor=3.0, jitter=0.0)
 
 
-def decided(error: BaseException, *, failures: int = 0, retry: Backoff = STEADY) -> Verdict:
+def decided(error: BaseException, *, failures: int = 0, retry: RetryPolicy = STEADY) -> Verdict:
     """The verdict on what an agent without `on_error` raised."""
     failure = classify(Failure(error), [])
     assert isinstance(failure, Failure)
@@ -59,7 +59,7 @@ def test_the_last_attempt_is_followed_by_a_dead_letter(failures: int) -> None:
 
 
 def test_one_attempt_means_no_second_one() -> None:
-    assert decided(ConnectionError(), retry=Backoff(attempts=1)) == DeadLetter(reason="attempts_exhausted")
+    assert decided(ConnectionError(), retry=RetryPolicy(attempts=1)) == DeadLetter(reason="attempts_exhausted")
 
 
 def test_what_our_own_step_found_to_be_final_is_never_tried_again() -> None:
@@ -254,7 +254,7 @@ def test_what_else_is_returned_is_no_failure(output: object) -> None:
 def test_what_is_delivered_again_is_run_alone_where_it_may_have_ended_its_worker(
     known: dict[str, Any], num_delivered: int, expected: str
 ) -> None:
-    assert before_handling(PriorRecord(**known), num_delivered=num_delivered, retry=Backoff(attempts=3)) == expected
+    assert before_handling(PriorRecord(**known), num_delivered=num_delivered, retry=RetryPolicy(attempts=3)) == expected
 
 
 class ForgetfulRetry(Retry):

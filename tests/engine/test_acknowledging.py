@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import Backoff, Batch, Batching, Notification, Router, config
+from aviso_workers import Batch, Batching, Notification, RetryPolicy, Router, config
 from aviso_workers.backends import Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 COUNT = 20
 ANSWER_SECONDS = 30.0
 DRAIN_SECONDS = 2.0
-LATER = Backoff(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
+LATER = RetryPolicy(first=3600.0, factor=1.0, attempts=5, jitter=0.0)
 
 
 class Silent(InMemoryBackend):
@@ -57,7 +57,7 @@ def settings() -> Config:
     return config_with(drain_timeout_seconds=DRAIN_SECONDS)
 
 
-def failing_batches(router: Router, *, retry: Backoff = LATER) -> Any:
+def failing_batches(router: Router, *, retry: RetryPolicy = LATER) -> Any:
     @router.agent("mars", batch=Batching(size=COUNT, within=0.1), retry=retry)
     async def load(batch: Batch[Any]) -> None:
         raise RuntimeError("the table is full")
@@ -115,7 +115,7 @@ async def test_a_bucket_that_did_not_answer_is_asked_again_after_a_while(
     facts: Facts,
     stored: Stored,
 ) -> None:
-    @router.agent("mars", retry=Backoff(first=attempts.UNUSED_SECONDS + 1.0, factor=1.0, attempts=5, jitter=0.0))
+    @router.agent("mars", retry=RetryPolicy(first=attempts.UNUSED_SECONDS + 1.0, factor=1.0, attempts=5, jitter=0.0))
     async def index(notification: Notification[Any]) -> None:
         raise RuntimeError
 
@@ -132,7 +132,7 @@ async def test_a_worker_that_is_cancelled_settles_for_seconds_and_no_longer(
 ) -> None:
     """However many settlements wait for an answer, one after another."""
     backend.silent = DEAD_LETTERS
-    agent = failing_batches(router, retry=Backoff(attempts=1))
+    agent = failing_batches(router, retry=RetryPolicy(attempts=1))
     for step in range(COUNT):
         await notify(step)
     async with anyio.create_task_group() as tasks:
@@ -158,7 +158,7 @@ async def test_a_worker_whose_drain_timeout_is_over_settles_for_seconds_and_no_l
     backend.silent = DEAD_LETTERS
     for step in range(COUNT):
         await notify(step)
-    async with working(failing_batches(router, retry=Backoff(attempts=1))) as stop:
+    async with working(failing_batches(router, retry=RetryPolicy(attempts=1))) as stop:
         await anyio.sleep(1.0)
         stopped_at = anyio.current_time()
         stop.set()
@@ -220,7 +220,7 @@ async def test_one_that_is_too_large_for_a_dead_letter_keeps_no_other_from_becom
 
     monkeypatch.setattr(backend, "publish", publish_what_is_small)
 
-    @router.agent("mars", retry=Backoff(attempts=1))
+    @router.agent("mars", retry=RetryPolicy(attempts=1))
     async def load(notification: Notification[str]) -> None:
         raise RuntimeError("the table is full")
 
@@ -245,7 +245,7 @@ async def test_an_error_is_told_in_few_words_where_a_server_takes_small_messages
 ) -> None:
     monkeypatch.setattr(type(backend.connection), "max_payload", 16_000)
 
-    @router.agent("mars", retry=Backoff(attempts=1))
+    @router.agent("mars", retry=RetryPolicy(attempts=1))
     async def load(notification: Notification[str]) -> None:
         raise RuntimeError("x" * 5000)
 

@@ -14,7 +14,8 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.declare.agents import Policy
-from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.limits import Rate
+from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.engine import consumer_recorder
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder, longest_seconds
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
@@ -283,13 +284,13 @@ async def test_who_may_not_make_the_bucket_begins_where_nobody_has_made_it(
 
 
 def test_a_policy_says_how_long_a_notification_may_be_unfinished() -> None:
-    never_again = Backoff(attempts=1)
+    never_again = RetryPolicy(attempts=1)
     assert longest_seconds(Policy(retry=never_again)) == 300
     assert longest_seconds(Policy(retry=never_again, ack_wait=400)) == 800
     assert longest_seconds(Policy(retry=never_again, timeout=3600)) == 3900
-    thrice = Backoff(first=10, factor=2, attempts=3, jitter=0)
+    thrice = RetryPolicy(first=10, factor=2, attempts=3, jitter=0)
     assert longest_seconds(Policy(retry=thrice, timeout=60)) == 300 + 10 + 20 + 3 * 60
-    assert longest_seconds(Policy(retry=never_again, rate_limit=0.01)) == 400
+    assert longest_seconds(Policy(retry=never_again, limits=(Rate(1, per=10), Rate(1, per=100, by=["class"])))) == 400
 
 
 async def test_a_stream_that_is_gone_is_told_as_such(place: Place) -> None:

@@ -11,15 +11,14 @@ import msgspec
 import pytest
 from msgspec import Struct, structs
 
-from aviso_workers import Backoff, Batch, GivenUp, Notification, Reject, Router, Stream, config
+from aviso_workers import Batch, GivenUp, Notification, Reject, RetryPolicy, Router, Stream, config
 from aviso_workers.backends import Delivery, Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.declare.verdicts import PriorRecord
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.dead_letter_store import LONGEST_ERROR
-from aviso_workers.engine.handlers.one import HandlerContext
-from aviso_workers.engine.rate_limit import RateLimit
+from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import LONGEST_WAIT_SECONDS
 from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
@@ -41,7 +40,7 @@ from tests.presence import present
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = Backoff(first=1.0, factor=3.0, attempts=4, jitter=0.0)
+PROMPT = RetryPolicy(first=1.0, factor=3.0, attempts=4, jitter=0.0)
 
 
 class Field(Struct):
@@ -162,7 +161,7 @@ async def test_one_that_waits_for_its_retry_holds_up_nobody(
 async def test_the_last_failure_leaves_a_dead_letter_that_says_everything(
     router: Router, store: Store, stored: Stored, working: Working, facts: Facts, session: Session
 ) -> None:
-    @router.agent("mars", retry=Backoff(attempts=2, jitter=0.0))
+    @router.agent("mars", retry=RetryPolicy(attempts=2, jitter=0.0))
     async def index(notification: Notification[Any]) -> None:
         raise ValueError("no such\n  table")
 
@@ -246,7 +245,7 @@ async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_
     await notify(6)
     await notify(12)
     async with working(index):
-        await facts.wait_for(Settled, 2 * int(PROMPT.attempts))
+        await facts.wait_for(Settled, 2 * (PROMPT.attempts or 0))
     assert (tries.count(1), tries.count(2)) == (PROMPT.attempts, PROMPT.attempts)
     assert [present(dead_letter.headers)["Aviso-Reason"] for dead_letter in await stored(DEAD_LETTERS)] == [
         "attempts_exhausted"
@@ -550,7 +549,7 @@ async def test_a_stream_of_dead_letters_that_does_not_answer_is_looked_at_again(
 async def test_any_text_of_an_error_fits_into_a_header(
     router: Router, notify: NotifyStep, stored: Stored, working: Working, facts: Facts, text: str, kept: str
 ) -> None:
-    @router.agent("mars", retry=Backoff(attempts=1))
+    @router.agent("mars", retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
         raise ValueError(text)
 
@@ -614,7 +613,7 @@ async def test_a_cancellation_from_within_is_a_failure_like_any_other(
 async def test_a_time_out_of_the_authors_own_is_a_failure_like_any_other(
     router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:
-    @router.agent("mars", retry=Backoff(attempts=1), breaker=None)
+    @router.agent("mars", retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
         with anyio.move_on_after(1):
             await anyio.sleep_forever()
@@ -638,7 +637,7 @@ async def test_a_dead_letter_that_is_being_stored_is_stored_also_when_the_worker
 ) -> None:
     failed = anyio.Event()
 
-    @router.agent("mars", retry=Backoff(attempts=1))
+    @router.agent("mars", retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
         failed.set()
         raise ValueError
@@ -661,30 +660,6 @@ class Failed(UnsettledDelivery):
         self.num_delivered = 2
 
 
-async def test_what_a_stream_has_no_time_left_for_at_its_rate_comes_in_the_next_list(
-    router: Router, notify: NotifyStep, working: Working, facts: Facts
-) -> None:
-    lists: list[tuple[float, list[str]]] = []
-
-    @router.agent("mars", rate_limit=0.5)
-    async def index(stream: Stream[Any]) -> None:
-        async for notifications in stream.take(2, within=0.5):
-            steps = [notification.identifier["step"] for notification in notifications]
-            lists.append((round(anyio.current_time()), steps))
-
-    for step in range(3):
-        await notify(step)
-    async with working(index):
-        with anyio.fail_after(60):
-            await facts.wait_for(Settled, 3)
-    began = lists[0][0]
-    assert [(time - began, steps) for time, steps in lists] == [(0, ["0"]), (2, ["1"]), (4, ["2"])]
-
-
-async def one(notification: Notification[Any]) -> None:
-    delivered.append(notification.num_delivered)
-
-
 async def together(batch: Batch[Any]) -> None:
     delivered.extend(notification.num_delivered for notification in batch)
 
@@ -697,8 +672,8 @@ async def as_stream(stream: Stream[Any]) -> None:
 delivered: list[int] = []
 
 
-@pytest.mark.parametrize("form", [one, together, as_stream])
-async def test_what_waited_for_its_rate_while_the_worker_was_away_is_left_to_others(
+@pytest.mark.parametrize("form", [together, as_stream])
+async def test_what_was_taken_before_the_worker_was_away_and_has_not_begun_is_left_to_others(
     router: Router,
     notify: NotifyStep,
     working: Working,
@@ -706,46 +681,24 @@ async def test_what_waited_for_its_rate_while_the_worker_was_away_is_left_to_oth
     monkeypatch: pytest.MonkeyPatch,
     form: Callable[..., Any],
 ) -> None:
-    wait, waits = RateLimit.wait, 0
+    """As while a batch is collected, and before a function of a stream asks for the first one."""
+    may_still_begin, asked = Flow.may_still_begin, 0
 
-    async def wait_and_be_away(pace: RateLimit) -> None:
-        nonlocal waits
-        await wait(pace)
-        waits += 1
-        if waits == 1:
-            contexts[0].buffer.lapse()
+    def be_away(flow: Flow, *deliveries: Delivery, lapses: int) -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            flow.lapse()
+        return may_still_begin(flow, *deliveries, lapses=lapses)
 
-    contexts: list[HandlerContext] = []
-    wait_for_rate = HandlerContext.wait_for_rate
-
-    async def waited(context: HandlerContext, *deliveries: Delivery, lapsed: anyio.Event) -> bool:
-        contexts.append(context)
-        return await wait_for_rate(context, *deliveries, lapsed=lapsed)
-
-    monkeypatch.setattr(RateLimit, "wait", wait_and_be_away)
-    monkeypatch.setattr(HandlerContext, "wait_for_rate", waited)
+    monkeypatch.setattr(Flow, "may_still_begin", be_away)
     delivered.clear()
-    index = router.agent("mars", rate_limit=100.0)(form)
+    index = router.agent("mars")(form)
     await notify(0)
     async with working(index):
         with anyio.fail_after(600):
             await facts.wait_for(Settled, 1)
     assert delivered == [2]
-
-
-async def test_what_waits_for_its_rate_is_told_as_waiting(
-    router: Router, notify: NotifyStep, working: Working, facts: Facts
-) -> None:
-    @router.agent("mars", rate_limit=0.5)
-    async def index(notification: Notification[Any]) -> None: ...
-
-    await notify(0)
-    await notify(1)
-    async with working(index):
-        with anyio.fail_after(60):
-            await facts.wait_for(Settled, 2)
-    first, second = [event.waited_seconds for event in facts.of(Settled)]
-    assert second - first == pytest.approx(2.0, abs=0.1)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -782,7 +735,7 @@ async def test_failures_are_forgotten_when_a_notification_is_settled(
 ) -> None:
     tries: list[str] = []
 
-    @router.agent("mars", retry=Backoff(first=1, attempts=2, jitter=0), order_by=order_by)
+    @router.agent("mars", retry=RetryPolicy(first=1, attempts=2, jitter=0), order_by=order_by)
     async def index(notification: Notification[Any]) -> None:
         tries.append(step := notification.identifier["step"])
         if step == "0" or tries.count(step) == 1:
@@ -803,7 +756,7 @@ async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_i
 ) -> None:
     tries: list[str] = []
 
-    @router.agent("mars", retry=Backoff(first=1, attempts=2, jitter=0), order_by=("class",))
+    @router.agent("mars", retry=RetryPolicy(first=1, attempts=2, jitter=0), order_by=("class",))
     async def index(notification: Notification[Any]) -> None:
         tries.append(notification.identifier["step"])
         if len(tries) < 4:

@@ -18,7 +18,6 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import Clock, LoopClock, VirtualClock
 from aviso_workers.config import Config
 from aviso_workers.engine import flow as in_flight
-from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.flow import MAX_PREFETCH, PREFETCH_SECONDS, Flow
 from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import UnavailableError
@@ -50,14 +49,14 @@ async def test_it_runs_as_many_at_once_as_it_may_and_holds_twice_as_many(
         running += 1
         await anyio.sleep(int(notification.identifier["step"]) % 3)
         most_running = max(most_running, running)
-        most_held = max(most_held, len(session.runs["index"].buffer))
+        most_held = max(most_held, len(session.runs["index"].flow))
         running -= 1
 
     for step in range(50):
         await notify(step)
     async with working(index):
         await facts.wait_for(Settled, 50)
-        assert len(session.runs["index"].buffer) == 0
+        assert len(session.runs["index"].flow) == 0
     assert (most_running, most_held) == (concurrency, 2 * concurrency)
     assert len({event.notification for event in facts.of(Settled)}) == 50
 
@@ -112,21 +111,21 @@ class Delivery(UnsettledDelivery):
 class Discarding:
     """A call form that is done with everything at once."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
 
     async def work(self) -> None:
-        while (delivery := await self._buffer.take()) is not None:
-            self._buffer.finish(delivery)
+        while (delivery := await self._flow.take()) is not None:
+            self._flow.finish(delivery)
 
 
-def run_of(form: Callable[[Buffer], Any]) -> SubscriptionRun:
+def run_of(form: Callable[[Flow], Any]) -> SubscriptionRun:
     clock = LoopClock()
     return run_with(form, clock, Flow(clock, workers=1, least=2))
 
 
-def run_with(form: Callable[[Buffer], Any], clock: Clock, flow: Flow) -> SubscriptionRun:
-    return SubscriptionRun(form(flow.buffer), flow=flow, clock=clock, ack_wait_seconds=20.0)
+def run_with(form: Callable[[Flow], Any], clock: Clock, flow: Flow) -> SubscriptionRun:
+    return SubscriptionRun(form(flow), flow=flow, clock=clock, ack_wait_seconds=20.0)
 
 
 async def test_its_consumer_is_told_when_there_is_room_again() -> None:
@@ -144,8 +143,8 @@ async def test_its_consumer_is_told_when_there_is_room_again() -> None:
     run = run_of(Discarding)
     run.attach("MARS", Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
-    run.buffer.put(Delivery(1))
-    run.buffer.put(Delivery(2))
+    run.flow.put(Delivery(1))
+    run.flow.put(Delivery(2))
     assert run.capacity() == 0
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
@@ -167,9 +166,9 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
 
     class Counting(Discarding):
         async def work(self) -> None:
-            while (delivery := await self._buffer.take()) is not None:
+            while (delivery := await self._flow.take()) is not None:
                 began.append(delivery.message.sequence)
-                self._buffer.finish(delivery)
+                self._flow.finish(delivery)
 
     clock = LoopClock()
     run = run_with(Counting, clock, Flow(clock, workers=1, least=1, most=1))
@@ -178,7 +177,7 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
         for sequence in range(1, 401):
-            run.buffer.put(Delivery(sequence))
+            run.flow.put(Delivery(sequence))
             await anyio.sleep(PREFETCH_SECONDS / 50)
         stop.set()
     assert refilled_after == list(range(400)), "a refill before each of them is counted"
@@ -201,10 +200,10 @@ class TestStopping:
             await notify(step)
         async with working(index) as stop:
             await began.wait()
-            assert len(session.runs["index"].buffer) == 2
+            assert len(session.runs["index"].flow) == 2
             stop.set()
             await anyio.sleep(DRAIN_SECONDS / 2)
-            assert len(session.runs["index"].buffer) == 1
+            assert len(session.runs["index"].flow) == 1
             end.set()
         assert facts.of(AgentStopped) == [AgentStopped(agent="index", finished=1, returned=1)]
         assert finished == ["0"]
@@ -259,7 +258,7 @@ class TestStopping:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(session.run_agent, index, anyio.Event())
             await began.wait()
-            assert len(session.runs["index"].buffer) == 2
+            assert len(session.runs["index"].flow) == 2
             tasks.cancel_scope.cancel()
         began_again = anyio.current_time()
         async with working(index):
@@ -302,20 +301,20 @@ class TestStopping:
 
         class Refusing(Discarding):
             async def work(self) -> None:
-                assert await self._buffer.take() is None, "handled after the stop"
+                assert await self._flow.take() is None, "handled after the stop"
 
         delivery = Delivery()
 
         class Consumer:
             async def stop(self) -> None:
-                run.buffer.put(delivery)
+                run.flow.put(delivery)
 
         run = run_of(Refusing)
         run.attach("MARS", Consumer())  # type: ignore[arg-type]
         stop = anyio.Event()
         stop.set()
         await run.work(stop=stop, drain_timeout_seconds=1.0)
-        assert (delivery.given_back, run.returned, len(run.buffer), run.capacity()) == (1, 1, 0, 0)
+        assert (delivery.given_back, run.returned, len(run.flow), run.capacity()) == (1, 1, 0, 0)
 
 
 async def test_a_lane_does_not_overtake_a_head_that_the_drain_timeout_cuts_off(
@@ -344,16 +343,16 @@ async def test_a_lane_does_not_overtake_a_head_that_the_drain_timeout_cuts_off(
 async def test_what_it_asks_for_follows_the_pace_at_which_handling_begins() -> None:
     clock = VirtualClock()
     run = run_with(Discarding, clock, Flow(clock, workers=1, least=2))
-    buffer = run.buffer
+    flow = run.flow
     numbers = itertools.count(1)
 
     async def begin(count: int, *, every_seconds: float) -> None:
         for _ in range(count):
             await clock.advance(every_seconds)
-            buffer.put(Delivery(next(numbers)))
-            delivery = await buffer.take()
+            flow.put(Delivery(next(numbers)))
+            delivery = await flow.take()
             assert delivery is not None
-            buffer.finish(delivery)
+            flow.finish(delivery)
 
     assert run.capacity() == 2
     await begin(1000, every_seconds=0.001)
@@ -368,19 +367,23 @@ async def test_more_is_asked_for_when_what_comes_waits_behind_a_retry() -> None:
     clock, asked = LoopClock(), []
     flow = Flow(clock, workers=1, least=2, key=lambda subject: subject)
     flow.attach("MARS", SimpleNamespace(refill=lambda: asked.append("more")))
-    buffer = flow.buffer
     head = Delivery(1)
-    buffer.put(head)
-    assert await buffer.take() is head
-    buffer.retry_later(head, after_seconds=60.0)
-    asked.clear()
-    buffer.put(Delivery(2))
-    assert asked == ["more"]
+    flow.put(head)
+    assert await flow.take() is head
+    flow.retry_later(head, after_seconds=60.0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(flow.take)
+        await anyio.wait_all_tasks_blocked()
+        asked.clear()
+        flow.put(Delivery(2))
+        await anyio.wait_all_tasks_blocked()
+        assert asked == ["more"]
+        tasks.cancel_scope.cancel()
 
 
 async def test_no_more_is_asked_for_than_is_gathered() -> None:
     run = run_with(Discarding, LoopClock(), Flow(LoopClock(), workers=1, least=100))
-    run.buffer.gather(3)
+    run.flow.gather(3)
     assert run.capacity() == 3
 
 
@@ -390,6 +393,7 @@ class TestBytes:
     @pytest.fixture(autouse=True)
     def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(in_flight, "MAX_WAITING_BYTES", 1000)
+        monkeypatch.setattr(in_flight, "MAX_STARVED_BYTES", 4000)
 
     @staticmethod
     def run_with_room_for(count: int) -> SubscriptionRun:
@@ -399,18 +403,18 @@ class TestBytes:
     async def test_as_many_are_asked_for_as_fit(self) -> None:
         run = self.run_with_room_for(100)
         assert run.capacity() == 100, "of unknown size"
-        run.buffer.put(Delivery(1, size=200))
-        run.buffer.put(Delivery(2, size=100))
+        run.flow.put(Delivery(1, size=200))
+        run.flow.put(Delivery(2, size=100))
         assert run.capacity() == 4, "700 bytes are left, and those that wait have 150 each"
-        await run.buffer.take()
+        await run.flow.take()
         assert run.capacity() == 9, "what runs does not count"
 
     async def test_one_that_is_larger_than_all_that_may_wait_is_handled(self) -> None:
         run = self.run_with_room_for(100)
         large = Delivery(1, size=5000)
-        run.buffer.put(large)
+        run.flow.put(large)
         assert run.capacity() <= 0
-        assert await run.buffer.take() is large
+        assert await run.flow.take() is large
         assert run.capacity() == 100
 
     async def test_what_begins_makes_room_at_once_where_there_was_none(self) -> None:
@@ -418,13 +422,13 @@ class TestBytes:
         flow = Flow(clock, workers=1, least=100)
         flow.attach("MARS", SimpleNamespace(refill=lambda: asked.append("more")))
         run = run_with(Discarding, clock, flow)
-        run.buffer.put(Delivery(1, size=1))
-        await run.buffer.take()
+        run.flow.put(Delivery(1, size=1))
+        await run.flow.take()
         for sequence in range(2, 7):
-            run.buffer.put(Delivery(sequence, size=200))
+            run.flow.put(Delivery(sequence, size=200))
         asked.clear()
         assert run.capacity() <= 0
-        await run.buffer.take()
+        await run.flow.take()
         assert asked == ["more"]
 
     async def test_whatever_begins_makes_room_while_there_is_none(self) -> None:
@@ -433,29 +437,29 @@ class TestBytes:
         run = run_with(Discarding, clock, flow)
         flow.attach("MARS", SimpleNamespace(refill=lambda: asked.append(run.capacity())))
         for sequence in range(1, 11):
-            run.buffer.put(Delivery(sequence, size=200))
+            run.flow.put(Delivery(sequence, size=200))
         assert run.capacity() <= 0
         for begun in range(1, 5):
-            await run.buffer.take()
+            await run.flow.take()
             assert len(asked) == begun
 
     async def test_small_ones_are_limited_by_their_number(self) -> None:
         run = self.run_with_room_for(100)
-        run.buffer.put(Delivery(1, size=1))
+        run.flow.put(Delivery(1, size=1))
         assert run.capacity() == 99
 
     async def test_a_worker_is_not_kept_idle_by_what_waits_for_its_retry(self) -> None:
         run = self.run_with_room_for(100)
         head = Delivery(1, size=600)
-        run.buffer.put(head)
-        run.buffer.put(Delivery(2, size=600))
-        assert await run.buffer.take() is head
-        run.buffer.retry_later(head, after_seconds=60.0)
+        run.flow.put(head)
+        run.flow.put(Delivery(2, size=600))
+        assert await run.flow.take() is head
+        run.flow.retry_later(head, after_seconds=60.0)
         assert run.capacity() <= 0
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run.buffer.take)
+            tasks.start_soon(run.flow.take)
             await anyio.wait_all_tasks_blocked()
-            assert run.capacity() == 100, "and none of its key can begin before it"
+            assert run.capacity() == 4, "2,800 bytes are left, and none of its key can begin before it"
             tasks.cancel_scope.cancel()
 
     async def test_no_more_wait_than_fit(
@@ -472,7 +476,7 @@ class TestBytes:
             await notify(step, "x" * 200)
         async with working(index):
             await began.wait()
-            assert 800 < session.runs["index"].buffer.waiting_bytes <= 1000
+            assert 800 < session.runs["index"].flow.dispatch.waiting_bytes <= 1000
             end.set()
 
 
@@ -605,7 +609,7 @@ async def test_what_is_held_is_reported_at_once_where_it_has_to_be_reported_more
             await anyio.sleep_forever()
 
     run, stop = run_of(Waiting), anyio.Event()
-    run.buffer.put(Reporting())
+    run.flow.put(Reporting())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=0.0))
         await anyio.wait_all_tasks_blocked()
@@ -640,13 +644,13 @@ async def test_what_waits_is_trusted_from_when_its_report_was_sent_and_not_from_
     run, stop = run_of(Waiting), anyio.Event()  # an ack_wait of 20 s, and so a report every 20 / 3
     run.begin_reading()
     run.attach("MARS", Consumer())  # type: ignore[arg-type]
-    run.buffer.put(Reported())
+    run.flow.put(Reported())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=0.0))
         await anyio.sleep(20 / 3 + 19.5)
-        assert run.buffer.trusted
+        assert run.flow.trusted
         await anyio.sleep(1.0)
-        assert not run.buffer.trusted
+        assert not run.flow.trusted
         stop.set()
 
 
@@ -657,14 +661,14 @@ async def test_what_comes_while_a_consumer_is_opened_again_is_handled_although_t
     run.begin_reading()
     run.attach("MARS", consumer)
     await anyio.sleep(20.0)
-    run.buffer.put(Delivery(1))
+    run.flow.put(Delivery(1))
     with anyio.move_on_after(1.0):
-        await run.buffer.take()
-    assert run.buffer.lapses == 1
+        await run.flow.take()
+    assert run.flow.lapses == 1
     run.detach("MARS")
     run.begin_reading()
-    run.buffer.put(Delivery(2))  # before the consumer is attached
-    delivery = await run.buffer.take()
+    run.flow.put(Delivery(2))  # before the consumer is attached
+    delivery = await run.flow.take()
     assert delivery is not None
     assert delivery.message.sequence == 2
 
@@ -691,11 +695,11 @@ async def test_what_comes_from_before_a_worker_was_away_is_left_to_others(
     await notify(0)
     async with working(index):
         await facts.wait_for(Settled)
-        buffer = session.runs["index"].buffer
-        buffer.lapse()
+        flow = session.runs["index"].flow
+        flow.lapse()
         for deliver in tuple(delivers):
             deliver([Delivery(7)])
-        assert buffer.delivery_of(7) is None
+        assert flow.delivery_of(7) is None
         await notify(1)
         await facts.wait_for(Settled, 2)
     assert len(delivers) > 2, "its consumers were opened again"

@@ -10,19 +10,21 @@ import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers import Backoff, Notification, Router, config
+from aviso_workers import Notification, RetryPolicy, Router, config
+from aviso_workers.aviso.codec import SIZE_HEADER
 from aviso_workers.backends import Delivery, Message, PubAck
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine import buffer as buffers
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.buffer import Buffer
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
+from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.failure_recorder import LastFailures
+from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.isolation import ALONE_SECONDS, Isolation
+from aviso_workers.engine.outages import Outage
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
@@ -85,28 +87,31 @@ Suspect = Callable[[int], Awaitable[Delivered]]
 
 
 class Worker:
-    """What a worker process has for one agent, without the call form: the test takes deliveries from the buffer."""
+    """What a worker process has for one agent, without the call form: the test takes deliveries from the flow."""
 
     def __init__(self, backend: InMemoryBackend, facts: Facts, *, ordered: bool = False, concurrency: int = 1) -> None:
-        @Router("tests").agent("mars", concurrency=concurrency, retry=Backoff(first=1.0, factor=1.0, jitter=0.0))
+        @Router("tests").agent("mars", concurrency=concurrency, retry=RetryPolicy(first=1.0, factor=1.0, jitter=0.0))
         async def index(notification: Notification[Any]) -> None: ...
 
         clock = backend.clock
         self.isolation = Isolation(clock)
-        self.buffer = Buffer(clock, key=str if ordered else None, isolation=self.isolation)
+        self.flow = Flow(clock, workers=1, least=1, key=str if ordered else None, isolation=self.isolation)
         self.failures = self.failures_of_another(backend, facts)
+        decisions = Decisions(backend, app="tests", agent="index", stream="MARS", flow=self.flow)
         shield = Shield(clock)
         settings = config_with()
         provisioner = Provisioner(backend, management="reconcile", events=facts.events)
         self.settler = Settler(
             index,
             stream="MARS",
-            buffer=self.buffer,
+            flow=self.flow,
             repeats=Repeats(backend, stream="MARS", consumer="index"),
             failures=self.failures,
+            decisions=decisions,
             dead_letters=DeadLetterStore(backend, app="tests", config=settings, provisioner=provisioner),
             last_failures=LastFailures(backend, app="tests"),
             shield=shield,
+            outage=Outage(index.dependency, declared=False, clock=clock, events=facts.events),
             clock=clock,
             events=facts.events,
         )
@@ -114,12 +119,13 @@ class Worker:
             backend=backend,
             agent="index",
             stream="MARS",
-            buffer=self.buffer,
+            flow=self.flow,
             failures=self.failures,
+            decisions=decisions,
             settler=self.settler,
             isolation=self.isolation,
             shield=shield,
-            retry=Backoff(attempts=3),
+            retry=RetryPolicy(attempts=3),
             clock=clock,
             events=facts.events,
         )
@@ -132,7 +138,7 @@ class Worker:
 
     @asynccontextmanager
     async def deciding(self) -> AsyncIterator[None]:
-        """What is delivered again is decided upon in the block, and until the buffer is closed."""
+        """What is delivered again is decided upon in the block, and until the flow is closed."""
         with anyio.fail_after(PATIENCE_SECONDS):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self.redeliveries.work)
@@ -165,13 +171,13 @@ async def test_one_that_waits_for_others_to_end_does_not_keep_its_worker_from_st
     worker: Callable[..., Worker], suspect: Suspect
 ) -> None:
     here, running = worker(ordered=True), Delivered(1, num_delivered=1)
-    here.buffer.put(running)
+    here.flow.put(running)
     async with here.deciding():
-        assert await here.buffer.take() is running
-        here.buffer.put(await suspect(2))
+        assert await here.flow.take() is running
+        here.flow.put(await suspect(2))
         await anyio.wait_all_tasks_blocked()
-        here.buffer.close()
-        here.buffer.finish(running)
+        here.flow.close()
+        here.flow.finish(running)
     assert here.isolation.alone is None
 
 
@@ -180,10 +186,10 @@ async def test_one_that_nobody_has_taken_yet_does_not_keep_its_worker_from_stopp
 ) -> None:
     here, delivery = worker(ordered=True), await suspect(1)
     async with here.deciding():
-        here.buffer.put(delivery)
+        here.flow.put(delivery)
         await anyio.wait_all_tasks_blocked()
         assert here.isolation.alone is delivery
-        here.buffer.close()
+        here.flow.close()
     assert await began(here, backend, facts, delivery) is None, "it did not begin, and would count as a failure"
 
 
@@ -193,16 +199,16 @@ async def test_one_that_was_given_back_while_another_ran_alone_does_not_keep_oth
     here = worker()
     first, second, third = [await suspect(sequence) for sequence in (1, 2, 3)]
     async with here.deciding():
-        here.buffer.put(first)
-        assert first is await here.buffer.take()
-        here.buffer.put(second)
+        here.flow.put(first)
+        assert first is await here.flow.take()
+        here.flow.put(second)
         await anyio.wait_all_tasks_blocked()
-        acknowledging.give_back(here.buffer.withdraw())
-        here.buffer.put(third)
-        here.buffer.finish(first)
-        assert third is await here.buffer.take()
-        here.buffer.finish(third)
-        here.buffer.close()
+        acknowledging.give_back(here.flow.withdraw())
+        here.flow.put(third)
+        here.flow.finish(first)
+        assert third is await here.flow.take()
+        here.flow.finish(third)
+        here.flow.close()
     assert second.settled == ["nak"]
 
 
@@ -210,16 +216,21 @@ async def test_others_begin_again_after_seconds_while_one_runs_alone(
     worker: Callable[..., Worker], suspect: Suspect
 ) -> None:
     here, other = worker(), Delivered(2, num_delivered=1)
-    alone = await suspect(1)
+    alone, next_one = await suspect(1), await suspect(3)
     async with here.deciding():
-        here.buffer.put(alone)
-        assert alone is await here.buffer.take()
-        here.buffer.put(other)
+        here.flow.put(alone)
+        assert alone is await here.flow.take()
+        here.flow.put(other)
         since = anyio.current_time()
-        assert await here.buffer.take() is other
+        assert await here.flow.take() is other
         assert anyio.current_time() - since == pytest.approx(ALONE_SECONDS)
-        here.buffer.finish(alone)
-        here.buffer.close()
+        here.flow.finish(other)
+        assert here.flow.dispatch.begin(anyio.current_time()) is None
+        here.flow.finish(alone)
+        here.flow.put(next_one)
+        assert await here.flow.take() is next_one, "also one that is to run alone"
+        here.flow.finish(next_one)
+        here.flow.close()
 
 
 async def test_one_that_waits_for_others_begins_after_seconds_although_they_run(
@@ -227,13 +238,13 @@ async def test_one_that_waits_for_others_begins_after_seconds_although_they_run(
 ) -> None:
     here, running = worker(), Delivered(1, num_delivered=1)
     alone = await suspect(2)
-    here.buffer.put(running)
+    here.flow.put(running)
     async with here.deciding():
-        assert await here.buffer.take() is running
-        here.buffer.put(alone)
-        assert alone is await here.buffer.take()
-        here.buffer.finish(alone)
-        here.buffer.close()
+        assert await here.flow.take() is running
+        here.flow.put(alone)
+        assert alone is await here.flow.take()
+        here.flow.finish(alone)
+        here.flow.close()
 
 
 async def test_a_taker_that_is_cancelled_while_the_beginning_is_recorded_has_what_it_takes(
@@ -243,13 +254,13 @@ async def test_a_taker_that_is_cancelled_while_the_beginning_is_recorded_has_wha
     here, delivery = worker(), Delivered(1)
     taken: Any = None
     async with here.deciding():
-        here.buffer.put(delivery)
+        here.flow.put(delivery)
         await anyio.wait_all_tasks_blocked()
         backend.seconds = SLOW_SECONDS
         with anyio.move_on_after(SLOW_SECONDS / 2):
-            taken = await here.buffer.take()
+            taken = await here.flow.take()
         assert taken is delivery
-        here.buffer.close()
+        here.flow.close()
 
 
 async def test_what_was_given_back_while_it_was_looked_up_is_not_settled_as_well(
@@ -259,10 +270,10 @@ async def test_what_was_given_back_while_it_was_looked_up_is_not_settled_as_well
     await here.failures_of_another(backend, facts).begin(delivery, alone=True)
     backend.seconds = SLOW_SECONDS
     async with here.deciding():
-        here.buffer.put(delivery)
+        here.flow.put(delivery)
         await anyio.sleep(SLOW_SECONDS / 2)
-        here.buffer.close()
-        acknowledging.give_back(here.buffer.withdraw())
+        here.flow.close()
+        acknowledging.give_back(here.flow.withdraw())
     assert delivery.settled == ["nak"]
     assert facts.of(Settled) == []
     assert await began(here, backend, facts, delivery) == "alone"
@@ -270,9 +281,9 @@ async def test_what_was_given_back_while_it_was_looked_up_is_not_settled_as_well
 
 async def test_what_is_offered_after_the_line_was_closed_is_not_decided_upon(worker: Callable[..., Worker]) -> None:
     here, delivery = worker(), Delivered(1)
-    here.buffer.close()
-    here.buffer.put(delivery)
-    assert await here.buffer.take_redelivered() is None
+    here.flow.close()
+    here.flow.put(delivery)
+    assert await here.flow.take_redelivered() is None
 
 
 @pytest.mark.parametrize("settle", ["acked", "failed", "passed over"])
@@ -280,9 +291,9 @@ async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
     facts: Facts, worker: Callable[..., Worker], settle: str
 ) -> None:
     here, delivery = worker(), Delivered(1, num_delivered=1)
-    here.buffer.put(delivery)
-    await here.buffer.take()
-    acknowledging.give_back(here.buffer.withdraw_all())
+    here.flow.put(delivery)
+    await here.flow.take()
+    acknowledging.give_back(here.flow.withdraw_all())
     if settle == "passed over":
         await here.settler.ack_unmatched(delivery)
     else:
@@ -296,19 +307,19 @@ async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
 async def test_the_failures_of_however_many_that_wait_in_order_are_remembered(
     facts: Facts, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They stay in the buffer while they wait for their retry."""
+    """They stay in the flow while they wait for their retry."""
     monkeypatch.setattr(Failures, "_write_counts", stored_at_once)
     here, many = worker(ordered=True), 10_100
     for number in range(1, many + 1):
-        here.buffer.put(Delivered(number, num_delivered=1))
+        here.flow.put(Delivered(number, num_delivered=1))
     async with anyio.create_task_group() as tasks:
-        for delivery in [await here.buffer.take() for _ in range(many)]:
+        for delivery in [await here.flow.take() for _ in range(many)]:
             tasks.start_soon(fail, here, delivery)
     async with here.deciding():
-        for delivery in [await here.buffer.take() for _ in range(many)]:
+        for delivery in [await here.flow.take() for _ in range(many)]:
             if delivery is not None and delivery.message.sequence <= 100:
                 await fail(here, delivery)
-        here.buffer.close()
+        here.flow.close()
     assert {settled.attempt for settled in facts.of(Settled)[-100:]} == {2}
 
 
@@ -322,11 +333,11 @@ async def test_the_failures_of_however_many_that_are_in_one_batch_are_remembered
     await bucket.put_many({f"index.MARS.{number}.1": b"1" for number in range(1, many + 1)})
     async with here.deciding():
         for number in range(1, many + 1):
-            here.buffer.put(Delivered(number, num_delivered=2))
-        batch = [await here.buffer.take() for _ in range(many)]
+            here.flow.put(Delivered(number, num_delivered=2))
+        batch = [await here.flow.take() for _ in range(many)]
         for delivery in batch[:100]:
             await fail(here, delivery)
-        here.buffer.close()
+        here.flow.close()
     assert {settled.attempt for settled in facts.of(Settled)} == {2}
 
 
@@ -336,7 +347,7 @@ async def stored_at_once(*_: object) -> bool:
 
 async def fail(worker: Worker, delivery: Delivery | None) -> None:
     assert delivery is not None
-    await worker.settler.settle(delivery, Failure(ConnectionError()), started=0.0)
+    await worker.settler.settle(delivery, Failure(ValueError()), started=0.0)
 
 
 def of_one_key(sequence: int) -> Delivered:
@@ -353,15 +364,15 @@ async def test_of_two_redeliveries_of_a_key_the_earlier_one_begins_first_in_what
     backend.seconds = SLOW_SECONDS
     later, earlier = of_one_key(6), of_one_key(5)
     async with here.deciding():
-        here.buffer.put(later)
+        here.flow.put(later)
         if comes == "while the record is read":
             await anyio.sleep(SLOW_SECONDS / 2)
-        here.buffer.put(earlier)
+        here.flow.put(earlier)
         for expected in (earlier, later):
-            assert await here.buffer.take() is expected
-            here.buffer.finish(expected)
-        assert here.buffer.ready == 0, "each is handed out once"
-        here.buffer.close()
+            assert await here.flow.take() is expected
+            here.flow.finish(expected)
+        assert not here.flow.dispatch.may_begin(), "each is handed out once"
+        here.flow.close()
 
 
 async def test_a_redelivery_that_is_next_again_before_its_record_is_read_begins_once(
@@ -371,38 +382,40 @@ async def test_a_redelivery_that_is_next_again_before_its_record_is_read_begins_
     backend.seconds = SLOW_SECONDS
     later, earlier = of_one_key(6), of_one_key(5)
     async with here.deciding():
-        here.buffer.put(later)
+        here.flow.put(later)
         await anyio.sleep(SLOW_SECONDS / 2)
-        here.buffer.put(earlier)
-        here.buffer.finish(earlier)
-        assert await here.buffer.take() is later
+        here.flow.put(earlier)
+        here.flow.finish(earlier)
+        assert await here.flow.take() is later
         await anyio.sleep(2 * SLOW_SECONDS)
-        assert here.buffer.ready == 0
-        here.buffer.close()
+        assert not here.flow.dispatch.may_begin()
+        here.flow.close()
 
 
-async def test_one_that_waits_to_run_alone_stays_before_an_earlier_one_of_its_key(
+async def test_one_that_waits_to_run_alone_goes_behind_an_earlier_one_of_its_key(
     backend: SlowBackend, facts: Facts, worker: Callable[..., Worker]
 ) -> None:
-    """What is known against it would be lost if it had to begin again."""
+    """And runs alone after it, because what is known against it is not lost."""
     here, running = worker(ordered=True), Delivered(1, num_delivered=1)
     later, earlier = of_one_key(6), of_one_key(5)
     later.num_delivered = 3
     await here.failures_of_another(backend, facts).begin(later, alone=False)
-    here.buffer.put(running)
+    here.flow.put(running)
     async with here.deciding():
-        assert await here.buffer.take() is running
-        here.buffer.put(later)
+        assert await here.flow.take() is running
+        here.flow.put(later)
         await anyio.wait_all_tasks_blocked()
         assert here.isolation.alone is later
-        here.buffer.put(earlier)
-        here.buffer.finish(running)
-        assert await here.buffer.take() is later
+        here.flow.put(earlier)
+        here.flow.finish(running)
+        assert await here.flow.take() is earlier
         await anyio.wait_all_tasks_blocked()
-        assert here.buffer.ready == 0, "the two of one key would run at the same time"
-        here.buffer.finish(later)
-        assert await here.buffer.take() is earlier
-        here.buffer.close()
+        assert not here.flow.dispatch.may_begin(), "the two of one key would run at the same time"
+        here.flow.finish(earlier)
+        assert await here.flow.take() is later
+        assert here.isolation.alone is later
+        here.flow.finish(later)
+        here.flow.close()
 
 
 class Unreadable(SlowBackend):
@@ -423,14 +436,11 @@ class TestAMessageWhoseBodyWasLeftOut:
             yield backend
 
     @pytest.fixture
-    async def here(self, backend: Unreadable, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> Worker:
-        """A worker that holds one, which is due for its retry in a second."""
-        monkeypatch.setattr(buffers, "MAX_SURPLUS_BYTES", 0)
+    async def here(self, worker: Callable[..., Worker]) -> Worker:
+        """A worker that holds one, because somebody has edited the consumer to deliver headers only."""
         here, delivery = worker(ordered=True), Delivered(1, num_delivered=1)
-        here.buffer.put(delivery)
-        await here.buffer.take()
-        here.buffer.retry_later(delivery, after_seconds=1.0)
-        assert here.buffer.is_bodiless(delivery)
+        delivery.message = structs.replace(delivery.message, data=b"", headers={SIZE_HEADER: "4"})
+        here.flow.put(delivery)
         return here
 
     async def test_is_not_mistaken_for_another_one_of_its_sequence(self, backend: Unreadable, here: Worker) -> None:
@@ -438,12 +448,12 @@ class TestAMessageWhoseBodyWasLeftOut:
         await backend.create_stream(StreamSpec(name="MARS", subjects=("mars.>",)))
         other = Message(subject="mars.1", data=b"other")
         await backend.publish(other, message_id="other", stream="MARS", timeout_seconds=1.0)
-        delivery: Any = here.buffer.delivery_of(1)
+        delivery: Any = here.flow.delivery_of(1)
         async with here.deciding():
             await anyio.sleep(2.0)
-            here.buffer.close()
+            here.flow.close()
         assert delivery.settled == ["nak"]
-        assert len(here.buffer) == 0
+        assert len(here.flow) == 0
 
     async def test_and_cannot_be_read_is_told_until_nothing_has_to_be_read_any_more(
         self, backend: Unreadable, here: Worker, facts: Facts
@@ -452,9 +462,9 @@ class TestAMessageWhoseBodyWasLeftOut:
         async with here.deciding():
             await facts.wait_for(NotReadAgain)
             await anyio.sleep(10.0)
-            here.buffer.withdraw_all()
+            here.flow.withdraw_all()
             await facts.wait_for(ReadAgain)
-            here.buffer.close()
+            here.flow.close()
         assert (len(facts.of(NotReadAgain)), len(facts.of(ReadAgain))) == (1, 1)
 
 
@@ -467,11 +477,11 @@ async def test_retries_are_later_where_they_would_take_more_than_their_share_whi
     for sequence in range(1, 11):
         delivery = Delivered(sequence, num_delivered=1)
         delivery.num_pending = num_pending
-        here.buffer.put(delivery)
-        assert await here.buffer.take() is delivery
+        here.flow.put(delivery)
+        assert await here.flow.take() is delivery
         await anyio.sleep(1.0)
         started = anyio.current_time() - 1.0
-        await here.settler.settle(delivery, Failure(ConnectionError()), started=started)
+        await here.settler.settle(delivery, Failure(ValueError()), started=started)
     delays = [settled.again_in_seconds for settled in facts.of(Settled)]
     assert delays[0] == pytest.approx(1.0)
     assert (max(delays) > 5.0) == later, delays

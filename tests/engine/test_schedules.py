@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pytest
 from msgspec import Struct, structs
 
-from aviso_workers import App, Backoff, Batch, Batching, Notification, Reject, Stream
+from aviso_workers import App, Batch, Batching, Notification, Reject, RetryPolicy, Stream
 from aviso_workers.aviso.schema import StoragePolicy
 from aviso_workers.backends.in_memory.consumer import InMemoryDelivery
 from aviso_workers.config import Config, NotificationBackend
@@ -32,7 +32,7 @@ SCHEDULES, EVERYDAY = 100, 8
 """How many there are, and how many of them are not marked `slow`."""
 STEPS = 40
 ATTEMPTS = 3
-RETRY = Backoff(first=1, factor=3, attempts=ATTEMPTS)
+RETRY = RetryPolicy(first=1, factor=3, attempts=ATTEMPTS)
 LANES = ("od", "rd", "ea")
 AGENTS = ("one_by_one", "in_lanes", "in_batches", "as_stream")
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import anyio
@@ -189,6 +190,34 @@ async def test_a_leader_that_stops_is_followed_at_once(fleet: Fleet, tokens: lis
     assert fleet.leaders == [True, False, True]
     await fleet.after(20)
     assert fleet.ticks == [10, 20]
+
+
+async def test_a_leader_that_stops_while_its_lease_is_renewed_is_followed_at_once(
+    fleet: Fleet, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the server answers late. Each of the workers leads and stops in turn."""
+
+    def stop_when_renewed(worker: int) -> None:
+        backend = fleet.backends[worker]
+        publish = backend.publish
+
+        async def publish_and_answer_late(message: Message, **stated: Any) -> PubAck:
+            ack = await publish(message, **stated)
+            if message.subject == f"$KV.app_leases.{LEADER}" and message.data:
+                fleet.stops[worker].set()
+                await fleet.clock.sleep(1)
+            return ack
+
+        monkeypatch.setattr(backend, "publish", publish_and_answer_late)
+
+    await fleet.start()
+    for worker in range(3):
+        await fleet.start()
+        await fleet.after(CHECK_SECONDS)
+        stop_when_renewed(worker)
+        await fleet.after(RENEW_SECONDS)
+    await fleet.after(2 * CHECK_SECONDS)
+    assert fleet.leaders == [True, False, True, False, True, False, True]
 
 
 async def test_a_leader_that_lost_its_connection_ceases_before_another_begins(fleet: Fleet, tokens: list[int]) -> None:
@@ -541,6 +570,67 @@ async def test_who_has_lost_the_lease_without_noticing_gives_back_nobody_elses(f
         await fleet.after(LEASE_SECONDS / 2)
         assert (leader.held, candidate.held) == (True, False)
         tasks.cancel_scope.cancel()
+
+
+async def test_who_gives_up_while_it_takes_a_lease_gives_it_back(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = []
+    for _ in range(2):
+        backend = fleet.streams.peer()
+        backend.reconnect()
+        leases.append(Lease(backend, "app", events=Events()))
+    publish = backend.publish
+
+    async def publish_and_answer_late(message: Message, **stated: Any) -> PubAck:
+        ack = await publish(message, **stated)
+        await fleet.clock.sleep(1 if message.data else 0)
+        return ack
+
+    monkeypatch.setattr(backend, "publish", publish_and_answer_late)
+    other, hasty = leases
+    for _ in range(2):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hasty.take, anyio.Event())
+            await fleet.after(0.5)
+            tasks.cancel_scope.cancel()
+        assert not hasty.held
+        assert await other.try_to_take()
+        await other.give_back()
+
+
+async def test_a_renewal_that_a_cluster_stores_after_it_was_asked_to_delete_the_lease_is_undone(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster refuses the delete because of what was sent before, and answers reads with what is stored already."""
+    backend, beside = fleet.streams.peer(), fleet.streams.peer()
+    backend.reconnect()
+    beside.reconnect()
+    lease, other = Lease(backend, "app", events=Events()), Lease(beside, "app", events=Events())
+    assert await lease.try_to_take()
+    publish, sent = backend.publish, list[Callable[[], Any]]()
+
+    async def store_late(store: Callable[[], Any]) -> None:
+        await fleet.clock.sleep(0.01)
+        await store()
+
+    async def publish_to_a_cluster(message: Message, **stated: Any) -> PubAck:
+        if message.data:
+            sent.append(partial(publish, message, **stated))
+            await fleet.clock.sleep(LEASE_SECONDS)
+        if sent:
+            tasks.start_soon(store_late, sent.pop())
+            raise ConflictError("its newest revision is another one")
+        return await publish(message, **stated)
+
+    async def hold() -> None:
+        async with lease.renewed():
+            await fleet.clock.sleep(RENEW_SECONDS + 0.1)
+
+    monkeypatch.setattr(backend, "publish", publish_to_a_cluster)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hold)
+        await fleet.after(RENEW_SECONDS + 0.5)
+    assert not lease.held
+    assert await other.try_to_take()
 
 
 async def test_a_lease_that_is_another_workers_is_over_at_the_next_renewal(fleet: Fleet) -> None:

@@ -11,7 +11,7 @@ from anyio import to_thread
 from msgspec.structs import replace
 from psycopg_pool import PoolTimeout
 
-from aviso_workers import App, Backoff, Notification
+from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import harness
 from tests.conftest import WriteConfig
@@ -31,7 +31,7 @@ def failing_app(config: Path) -> App:
     app = App("index", config=config)
     failures = dict(FAILURES)
 
-    @app.agent("mars", retry=Backoff(first=0.01, attempts=1))
+    @app.agent("mars", retry=RetryPolicy(first=0.01, attempts=1))
     async def index(notification: Notification[Any]) -> None:
         step = notification.identifier["step"]
         if failure := failures.pop(step, None) if step == "0" else failures[step]:

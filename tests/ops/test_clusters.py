@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Backoff, Counter, Notification, Table, Tick
+from aviso_workers import App, Counter, Notification, RetryPolicy, Table, Tick
 from aviso_workers.server import processes
 from aviso_workers.server.processes import Node
 from tests.ops.conftest import Api, Declare, Run
@@ -162,7 +162,7 @@ async def at_work(config: Path) -> AsyncIterator[App]:
     app.table("sizes", int)
     app.counter("seen")
 
-    @app.agent("mars", retry=Backoff(attempts=2, first=0.1))
+    @app.agent("mars", retry=RetryPolicy(attempts=2, first=0.1))
     async def fail(notification: Notification[Any]) -> None:
         raise ValueError("whatever it is")
 

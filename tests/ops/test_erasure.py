@@ -412,7 +412,7 @@ async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place:
     await (await backend.key_value("index_failures")).put("agent.MARS.1", b"1")
     records = await consumer_records.bucket(backend)
     await records.put("index/count/MARS", b'{"filter_subjects": ["mars.od.*"]}')
-    noted = ("index/agents/count/failure", "index/agents/count/outage")
+    noted = ("index/agents/count/failure", "index/agents/count/run")
     for key in noted:
         await records.put(key, b'{"text": "no index for od"}')
     async with _counter_of(place) as counter:

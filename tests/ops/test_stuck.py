@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
-from aviso_workers.ops.parked import Parked
 from aviso_workers.ops.stuck import why_stuck
 from aviso_workers.state.consumer_records import ConsumerRecord
-from aviso_workers.state.failure_counts import ParkedRecord
+from aviso_workers.state.failure_records import Retrying
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 LONG_AGO = NOW - timedelta(minutes=10)
@@ -43,8 +42,6 @@ OLDEST = "1 delivered and not finished; the oldest one, after sequence 7, for 10
         pytest.param({}, {"longest_seconds": 3600.0}, "", id="its policy allows an hour"),
         pytest.param({"paused_until": NOW}, {}, "", id="it is paused"),
         pytest.param({"num_ack_pending": 0}, {}, "", id="there is nothing to do"),
-        pytest.param({}, {"decided": NOW - timedelta(minutes=4)}, "", id="a person has handed it back since"),
-        pytest.param({}, {"decided": LONG_AGO - timedelta(hours=1)}, OLDEST, id="that was before"),
     ],
 )
 def test_what_is_delivered_and_not_finished(now: dict[str, Any], recorded: dict[str, Any] | None, why: str) -> None:
@@ -88,27 +85,35 @@ def test_what_is_to_be_tried_again_and_nobody_takes(stated: dict[str, Any], reco
     assert why_stuck(found, found, policy) == why
 
 
-def parked(*, behind: int = 0) -> Parked:
-    held = ParkedRecord(since=LONG_AGO, attempts=2, error="ValueError", behind=behind)
-    return Parked(app="a", agent="b", stream="MARS", sequence=8, record=held, key="8")
+def blocked(*, behind: int = 0) -> Retrying:
+    return Retrying(
+        again_at=NOW,
+        stream="MARS",
+        sequence=8,
+        timestamp_ns=1,
+        attempt=6,
+        attempts=None,
+        blocked=True,
+        error="ValueError",
+        behind=behind,
+    )
 
 
 @pytest.mark.parametrize(
     ("now", "behind", "why"),
     [
-        pytest.param({}, 0, "", id="it is parked itself"),
+        pytest.param({}, 0, "", id="the agent is blocked at it"),
         pytest.param({"num_ack_pending": 3}, 2, "", id="others wait behind it"),
         pytest.param({"num_ack_pending": 3, "last_settled": NOW}, 1, "", id="others are handled beside it"),
         pytest.param({"num_ack_pending": 3}, 1, OLDEST.replace("1 d", "3 d"), id="one hangs beside it"),
     ],
 )
-def test_what_is_parked_is_not_stuck(now: dict[str, Any], behind: int, why: str) -> None:
+def test_what_an_agent_is_blocked_at_is_not_stuck(now: dict[str, Any], behind: int, why: str) -> None:
     found = consumer(**now)
-    assert why_stuck(found, found, record(), [parked(behind=behind)]) == why
+    assert why_stuck(found, found, record(), [blocked(behind=behind)]) == why
     assert why_stuck(found, found, record(), []), "without it"
     alone = consumer(num_pending=5, num_ack_pending=1)
-    abandoned = why_stuck(alone, alone, record(attempt_seconds=300.0), [parked()])
+    abandoned = why_stuck(alone, alone, record(attempt_seconds=300.0), [blocked()])
     assert abandoned == "5 pending and 1 not finished, and no worker pulls them"
-    handed_back = consumer(num_ack_pending=2)
-    assert "2 delivered and not finished" in why_stuck(handed_back, None, record(), [parked()])
-    assert why_stuck(handed_back, None, record(decided=NOW), [parked()]) == "", "one of two is decided on"
+    beside = consumer(num_ack_pending=2)
+    assert "2 delivered and not finished" in why_stuck(beside, None, record(), [blocked()])

@@ -10,7 +10,7 @@ import nats
 import pytest
 from nats.aio.msg import Msg
 
-from aviso_workers import App, Limit, Notification, config
+from aviso_workers import App, Notification, Rate, Slots, config
 from aviso_workers.backends.jetstream.connection import MAX_DENIALS, NatsConnection
 from aviso_workers.backends.jetstream.requests import denies
 from aviso_workers.engine import replay
@@ -224,12 +224,12 @@ async def test_a_denied_settlement_of_a_server_with_longer_replies_is_told(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("given", "bucket"),
-    [({"rate_limit": Limit(100, per=1)}, "field_limits"), ({"limit": Limit(concurrent=1)}, "field_leases")],
-    ids=["rate_limit", "limit"],
+    ("limit", "bucket"),
+    [(Rate(100, per=1), "field_limits"), (Slots(1), "field_leases")],
+    ids=["rate", "slots"],
 )
 async def test_without_the_right_to_the_bucket_of_a_limit_nothing_begins_and_the_cure_is_told_once(
-    tmp_path: Path, given: dict[str, Any], bucket: str
+    tmp_path: Path, limit: Rate | Slots, bucket: str
 ) -> None:
     server_config = (
         "authorization { users: [{user: worker, password: right, "
@@ -239,7 +239,7 @@ async def test_without_the_right_to_the_bucket_of_a_limit_nothing_begins_and_the
         app = App("field", config=write_mars_config(tmp_path / "c.yaml", server.url, user="worker", password="right"))
         begun: list[int] = []
 
-        @app.agent("mars", **given)
+        @app.agent("mars", limits=[limit])
         async def index(notification: Notification[Any]) -> None:
             begun.append(notification.sequence)
 
@@ -260,4 +260,4 @@ async def test_without_the_right_to_the_bucket_of_a_limit_nothing_begins_and_the
             tasks.cancel_scope.cancel()
     assert begun == []
     assert [event.bucket for event in told] == [bucket]
-    assert "begins no call for which a Limit has to be asked" in str([line.fields for line in told[0].lines()])
+    assert "begins no call for which a Rate or Slots have to be asked" in str([line.fields for line in told[0].lines()])

@@ -11,7 +11,7 @@ import anyio
 import nats
 import pytest
 
-from aviso_workers import App, Backoff, Notification
+from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.events import Settled, Suspected, Ticked, Unreadable
 from aviso_workers.server import NatsServer
 from aviso_workers.state import dead_letter_records
@@ -51,7 +51,7 @@ async def test_a_worker_goes_on_after_all_of_its_state_was_forged_and_tells_of_e
         for kind, heard in ((Unreadable, unreadable), (Suspected, suspected), (Settled, settled), (Ticked, ticked)):
             app.events.listen(heard.append, kind)
 
-        @app.agent("mars", retry=Backoff(first=1, factor=1, attempts=100, jitter=0))
+        @app.agent("mars", retry=RetryPolicy(first=1, factor=1, attempts=100, jitter=0))
         async def index(notification: Notification[Any]) -> None:
             if notification.identifier["class"] == "bad":
                 raise ValueError("as asked for")

@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 from pyspark.sql.types import DataType, LongType, MapType, StringType, StructField, StructType, TimestampType
 
 from aviso_agents import spark_events
-from aviso_workers import App, Backoff, Limit, Notification, Window, Windowing, cli
+from aviso_workers import App, Notification, Rate, RetryPolicy, Slots, Window, Windowing, cli
 from aviso_workers import config as settings
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends.jetstream import JetStreamBackend, unreadable
@@ -53,10 +53,9 @@ def an_app(config: Path) -> App:
 
     @app.agent(
         "mars",
-        retry=Backoff(first=0.1, attempts=2, jitter=0),
+        retry=RetryPolicy(first=0.1, attempts=2, jitter=0),
         order_by=("class",),
-        rate_limit=Limit(100, per=1),
-        limit=Limit(concurrent=1, key=["class"]),
+        limits=[Rate(100, per=1), Slots(1, by=["class"])],
     )
     async def index(notification: Notification[dict[str, int]]) -> None:
         await table.put("step", 1)

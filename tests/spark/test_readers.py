@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from aviso_workers.backends.jetstream import readers as wire_reading
-from aviso_workers.declare.retry import Backoff
+from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.errors import DataLossError, InvalidOptionError, UnavailableError
 from aviso_workers.spark import connections, readers
 from aviso_workers.spark.data_source import AvisoDataSource
@@ -30,7 +30,7 @@ StreamReaders = Callable[..., readers.StreamReader]
 @pytest.fixture
 def place(spark: SparkSession, nats_server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(wire_reading, "CHUNK", CHUNK)
-    monkeypatch.setattr(connections, "AGAIN", Backoff(first=0.05, factor=1.0, jitter=0.0))
+    monkeypatch.setattr(connections, "AGAIN", RetryPolicy(first=0.05, factor=1.0, jitter=0.0))
     return Place(spark, nats_server, tmp_path)
 
 

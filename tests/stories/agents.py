@@ -17,7 +17,7 @@ import anyio
 from msgspec import Struct
 
 from aviso_agents import observer, spark_events
-from aviso_workers import App, Backoff, Limit, Notification, Notify, Tick, Window, Windowing
+from aviso_workers import App, Notification, Notify, Rate, RetryPolicy, Slots, Tick, Window, Windowing
 
 __all__ = [
     "ACK_WAIT_SECONDS",
@@ -49,7 +49,7 @@ ACK_WAIT_SECONDS = float(os.environ.get(ACK_WAIT_VARIABLE, "2.0"))
 WINDOW_SECONDS = 100
 """A deed happens at the second that is its number."""
 LATENESS_SECONDS = 50
-RETRY = Backoff(first=0.4, factor=1.5, max=1.0, attempts=6, jitter=0.0)
+RETRY = RetryPolicy(first=0.4, factor=1.5, max=1.0, attempts=6, jitter=0.0)
 
 
 class Deed(Struct, frozen=True):
@@ -99,12 +99,12 @@ async def work(notification: Notification[Deed]) -> None:
     await _do(notification.payload, app)
 
 
-@limited.agent("mars", rate_limit=Limit(600, per="1m"), concurrency=2, ack_wait=ACK_WAIT_SECONDS)
+@limited.agent("mars", limits=[Rate(600, per="1m")], concurrency=2, ack_wait=ACK_WAIT_SECONDS)
 async def pace(notification: Notification[Deed]) -> None:
     await _do(notification.payload, limited)
 
 
-@exclusive.agent("mars", limit=Limit(concurrent=1, key=["expver"]), concurrency=2, ack_wait=ACK_WAIT_SECONDS)
+@exclusive.agent("mars", limits=[Slots(1, by=["expver"])], concurrency=2, ack_wait=ACK_WAIT_SECONDS)
 async def alone(notification: Notification[Deed]) -> None:
     await _do(notification.payload, exclusive)
 
@@ -114,7 +114,7 @@ async def work_too(notification: Notification[Deed]) -> None:
     await _do(notification.payload, other)
 
 
-@deadly.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=Backoff(first=0.4, attempts=2))
+@deadly.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RetryPolicy(first=0.4, attempts=2))
 async def crash(notification: Notification[Deed]) -> None:
     if notification.payload.kills:
         _write("killed", notification.payload.n)
@@ -125,7 +125,7 @@ async def crash(notification: Notification[Deed]) -> None:
     await _do(notification.payload, deadly)
 
 
-@deadly.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=Backoff(attempts=1))
+@deadly.agent("mars", concurrency=4, ack_wait=ACK_WAIT_SECONDS, retry=RetryPolicy(attempts=1))
 async def beside(notification: Notification[Deed]) -> None:
     await anyio.sleep(notification.payload.seconds)
     _write("beside", notification.payload.n)
@@ -189,7 +189,7 @@ async def sum_up(window: Window[int]) -> AsyncIterator[Notify]:
     _write("published", int(window.start.timestamp()))
 
 
-@shown.agent("mars", ack_wait=ACK_WAIT_SECONDS, retry=Backoff(first=0.1, attempts=2))
+@shown.agent("mars", ack_wait=ACK_WAIT_SECONDS, retry=RetryPolicy(first=0.1, attempts=2))
 async def show(notification: Notification[Deed]) -> None:
     """Its notifications that fail do so once; one that has no number is a dead letter."""
     if notification.payload.fails and notification.num_delivered == 1:

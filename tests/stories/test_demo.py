@@ -23,7 +23,7 @@ PROJECT = Path(__file__).parents[2]
 FILLED = {
     "": "need you",
     "agents": "tour/cut_regions",
-    "agents?state=parked": "tour/copy_to_archive",
+    "agents?state=blocked": "tour/copy_to_archive",
     "agents/tour/draw_map": "the projection does not converge",
     "agents/tour/copy_to_archive": "the archive takes no wave ensembles from us",
     "dead-letters": "the field has no values",

@@ -33,6 +33,9 @@ from aviso_workers.events import (
     Failed,
     FiltersDiffer,
     NotRemoved,
+    OutageBegan,
+    OutageEnded,
+    OutageGoesOn,
     Overdue,
     Settled,
     StartNotReached,
@@ -112,8 +115,9 @@ def lines(capsys: pytest.CaptureFixture[str], failures: FailureLog) -> Any:
 
     def lines(event: Any) -> list[dict[str, Any]]:
         logs.configure(Logging(format="json"))
-        observe = failures.observe if isinstance(event, OBSERVED) else logs.observe
-        observe(event)
+        for observe, kinds in ((failures.observe, OBSERVED), (logs.observe, logs.OBSERVED)):
+            if isinstance(event, kinds):
+                observe(event)
         return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
     return lines
@@ -587,6 +591,67 @@ def test_a_window_that_fails_is_told_with_its_place_and_when_it_is_run_again(lin
         "again_in_seconds": 1.0,
     }
     assert "no database" in line["exception"]
+
+
+def window_failed(reason: str, error: Exception) -> WindowDone:
+    start, end = (datetime(2026, 11, 21, hour, tzinfo=UTC) for hour in (6, 7))
+    return WindowDone(agent="volume", key="od", start=start, end=end, seconds=0.1, error=error, reason=reason)
+
+
+class TestAnOutage:
+    """It has a line at its beginning, one a minute and one at its end, and no line for each failure."""
+
+    AGENTS = ("index", "volume")
+    BEGAN = OutageBegan(dependency="catalogue", agents=AGENTS, error=ConnectionRefusedError(111, "refused"))
+
+    def test_it_is_told_at_its_beginning_each_minute_and_at_its_end(self, lines: Any) -> None:
+        (began,) = lines(self.BEGAN)
+        assert {name: began[name] for name in ("event", "level", "dependency", "agents", "error")} == {
+            "event": "dependency.away",
+            "level": "warning",
+            "dependency": "catalogue",
+            "agents": ["index", "volume"],
+            "error": "ConnectionRefusedError: [Errno 111] refused",
+        }
+        assert "key" not in began
+        assert lines(structs.replace(self.BEGAN, key="class=od"))[0]["key"] == "class=od"
+        of: dict[str, Any] = {"dependency": "catalogue", "agents": ("index",)}
+        (goes_on,) = lines(OutageGoesOn(**of, reason="OSError: no", seconds=60.0, calls=16, failures=15, waiting=250))
+        assert (goes_on["event"], goes_on["level"]) == ("dependency.still_away", "warning")
+        assert (goes_on["calls"], goes_on["failures"], goes_on["waiting"], goes_on["seconds"]) == (16, 15, 250, 60.0)
+        (ended,) = lines(OutageEnded(**of, seconds=84.0, calls=23, failures=22))
+        assert (ended["event"], ended["level"], ended["calls"]) == ("dependency.back", "info", 23)
+
+    def test_failures_because_of_it_are_not_told_one_by_one(
+        self, lines: Any, failures: FailureLog, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        away = settled(reason="unavailable", error=failure("away"))
+        of_window = window_failed("unavailable", failure("away"))
+        assert (len(lines(away)), len(lines(of_window))) == (1, 1), "before it is known to be an outage"
+        lines(self.BEGAN)
+        for _ in range(100):
+            assert lines(away) == lines(of_window) == []
+        other = settled(reason="unavailable", error=failure("away"), agent="other")
+        assert len(lines(other)) == 1, "which does not depend on it"
+        assert len(lines(settled(reason="retry"))) == 1, "which is wrong, and not away"
+        failures.tell_counted()
+        assert capsys.readouterr().err == "", "nor are they counted"
+        lines(OutageEnded(dependency="catalogue", agents=self.AGENTS, seconds=84.0, calls=23, failures=22))
+        assert len(lines(away)) == 1
+
+    def test_of_many_windows_that_fail_most_are_counted(
+        self, lines: Any, failures: FailureLog, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        told = [line for _ in range(600) for line in lines(window_failed("retry", failure("no field")))]
+        assert len(told) == LINES_PER_PERIOD
+        assert ["exception" in line for line in told] == [True] + [False] * (LINES_PER_PERIOD - 1)
+        failures.tell_counted()
+        (more,) = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+        assert (more["event"], more["agent"], more["more"]) == (
+            "window.more_failures",
+            "volume",
+            600 - LINES_PER_PERIOD,
+        )
 
 
 FORGED = "gone\n2026-11-22T06:00:00Z [info     ] agent.stopped\r\x1b[2Jagent=index\u2028\x9b2J"

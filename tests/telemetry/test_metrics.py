@@ -24,7 +24,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.config import load
 from aviso_workers.config.settings import Traces
-from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.flow import Flow
 from aviso_workers.errors import DeclarationError, NotFoundError, UnavailableError, UndecodableError
 from aviso_workers.events import (
     Acked,
@@ -67,8 +67,8 @@ notification_schema:
 class Run:
     """What `App.runs` has for an agent at work."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
         self.overdue = 3
 
 
@@ -448,12 +448,12 @@ def test_what_is_no_agent_of_the_apps_is_left_out(metrics: Metrics) -> None:
 @pytest.mark.anyio
 async def test_what_a_worker_holds_is_read_at_the_scrape(metrics: Metrics, runs: dict[str, Any]) -> None:
     clock = VirtualClock()
-    buffer = Buffer(clock)
-    runs["index"] = Run(buffer)
+    flow = Flow(clock, workers=1, least=1)
+    runs["index"] = Run(flow)
     now = clock.time_ns()
     for sequence, age_seconds in ((1, 60), (2, 90)):
-        buffer.put(Held(sequence, timestamp_ns=now - age_seconds * 1_000_000_000))  # type: ignore[arg-type]
-    await buffer.take()
+        flow.put(Held(sequence, timestamp_ns=now - age_seconds * 1_000_000_000))  # type: ignore[arg-type]
+    await flow.take()
 
     held = {name: sample(metrics, name, **OF_INDEX) for name in ("in_flight", "waiting", "threads_overdue")}
     assert held == {"in_flight": 1, "waiting": 1, "threads_overdue": 3}
@@ -467,7 +467,7 @@ def test_the_process_says_how_it_is(metrics: Metrics, process: dict[str, float])
 
 
 def measured(metrics: Metrics) -> list[str]:
-    return [buffer for buffer in metrics.render().decode().splitlines() if "aviso_test" in buffer]
+    return [line for line in metrics.render().decode().splitlines() if "aviso_test" in line]
 
 
 def test_what_an_app_measures_takes_the_place_of_what_it_measured_before(app: App, metrics: Metrics) -> None:
@@ -508,7 +508,7 @@ def test_a_fleet_shows_the_series_of_all_processes_under_one_heading(metrics: Me
         "aviso_worker_process_exits_total",
     }
     assert 'aviso_worker_process_running{app="stories",process="2"} 0.0' in shown
-    headings = [buffer for buffer in shown.splitlines() if buffer.startswith("# TYPE")]
+    headings = [line for line in shown.splitlines() if line.startswith("# TYPE")]
     assert len(headings) == len(set(headings))
 
 

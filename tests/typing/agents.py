@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from typing import Any, TypedDict, assert_type
 
 import msgspec
@@ -15,22 +14,23 @@ from aviso_workers import (
     Ack,
     Agent,
     App,
-    Backoff,
     Batch,
     Batching,
     GivenUp,
-    Limit,
     Notification,
     Notify,
+    Rate,
     Reject,
     Retry,
+    RetryPolicy,
     Router,
+    Slots,
     Stream,
     Window,
     Windowing,
 )
 
-FOREVER = Backoff(attempts=math.inf)
+FOREVER = RetryPolicy(attempts=None)
 
 
 class Field(msgspec.Struct):
@@ -98,7 +98,7 @@ async def log(notification: Notification[Field]) -> AsyncGenerator[None, None]:
     yield
 
 
-@app.agent("mars", where={"class": "od", "step": {"gte": 24}}, concurrency=4, retry=Backoff(attempts=3))
+@app.agent("mars", where={"class": "od", "step": {"gte": 24}}, concurrency=4, retry=RetryPolicy(attempts=3))
 async def index(notification: Notification[Field], database: Database, session: Session) -> None:
     assert_type(session.name, str)
     assert_type(notification.payload, Field)
@@ -374,9 +374,29 @@ async def call_an_agent(notification: Notification[Field]) -> None:
     await load(Batch([notification]))
 
 
-@app.agent("mars", rate_limit=Limit(100, per="1m", key=["class"], across="fleet"), limit=Limit(concurrent=1))
+@app.agent("mars", limits=[Rate(100, per="1m", by=["class"]), Rate(10, 1), Slots(1)])
 async def limited(notification: Notification[Field]) -> None: ...
 
 
-def refused_limit() -> None:
-    Limit(100, per="1m", across="worker")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+catalogue = app.dependency("catalogue", unavailable=[OSError], patience="2h", by=["class"])
+
+
+@app.agent("mars", depends_on=catalogue)
+async def depending(notification: Notification[Field]) -> None:
+    away: bool = catalogue.is_away
+    since: datetime | None = catalogue.since
+    if catalogue.reason and away and since:
+        catalogue.reset()
+    catalogue.trip("maintenance", after=timedelta(hours=1))
+
+
+def refused_dependency() -> None:
+    app.agent("mars", depends_on="catalogue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def refused_limits() -> None:
+    assert_type(Rate(100, per="1m").per, timedelta)
+    Rate(100)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    Slots(1, ["class"])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    app.agent("mars", limits=Slots(1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    app.agent("mars", rate_limit=10)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -73,7 +73,8 @@ async def test_a_process_that_crashes_again_and_again_ends_the_fleet_and_says_wh
     app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=3))
+    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01))
+    monkeypatch.setattr(fleet, "MOST_RESTARTS", 3)
     crashing = Fleet(app, FleetPlan(command=(sys.executable, "-c", FIRST_CRASHES), processes=2))
     with pytest.raises(WorkerProcessError) as raised:
         await crashing.work()
@@ -90,7 +91,8 @@ async def test_a_process_that_crashes_again_and_again_ends_the_fleet_and_says_wh
 async def test_a_process_that_leaves_with_0_though_nothing_has_stopped_it_counts_as_one_that_crashed(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=3))
+    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01))
+    monkeypatch.setattr(fleet, "MOST_RESTARTS", 3)
     leaving = Fleet(app, FleetPlan(command=(sys.executable, "-c", FIRST_LEAVES), processes=2))
     with pytest.raises(WorkerProcessError, match=r"crashed 3 times in a row.* with exit code 0"):
         await leaving.work()
@@ -103,7 +105,8 @@ async def test_a_console_that_crashes_again_and_again_does_not_end_the_fleet(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AVISO_WORKERS_WORKERS__CONSOLE__ON_STATUS_PORT", "true")
-    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=2))
+    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01))
+    monkeypatch.setattr(fleet, "MOST_RESTARTS", 2)
     waits = (sys.executable, "-c", "import time; time.sleep(60)")
     going_on = Fleet(app, FleetPlan(command=waits, processes=1, console=(sys.executable, "-c", CRASHES)))
     starts = tmp_path / "starts"
@@ -188,7 +191,8 @@ async def test_a_third_signal_kills_what_does_not_obey(
 async def test_a_process_that_cannot_be_started_counts_as_one_that_crashed(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01, attempts=2))
+    monkeypatch.setattr(fleet, "RESTARTS", Backoff(first=0.01, max=0.01))
+    monkeypatch.setattr(fleet, "MOST_RESTARTS", 2)
     with pytest.raises(WorkerProcessError, match=r"crashed 2 times in a row.* with exit code 127"):
         await Fleet(app, FleetPlan(command=("/no/such/python",), processes=1)).work()
 

@@ -111,6 +111,10 @@ class InMemoryDelivery(Noted, eq=False):
         if self._reaches():
             self._dispatcher.give_back(self.message.sequence, delay_seconds=delay_seconds)
 
+    def redeliver(self) -> None:
+        if self._reader.connection.ready and self._dispatcher.serving:
+            self._dispatcher.give_back(self.message.sequence, delay_seconds=0.0)
+
     def term(self, reason: str) -> None:
         self.ack()
 

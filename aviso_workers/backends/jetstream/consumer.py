@@ -157,6 +157,9 @@ class JetStreamDelivery(Noted, eq=False):
     def nak(self, *, delay_seconds: float = 0.0) -> None:
         self.consumer.settle(self.reply, _nak(delay_seconds))
 
+    def redeliver(self) -> None:
+        self.nak()
+
     def term(self, reason: str) -> None:
         self.consumer.settle(self.reply, b"+TERM " + reason.encode())
 
@@ -189,6 +192,9 @@ class PinnedDelivery(Noted, eq=False):
 
     def nak(self, *, delay_seconds: float = 0.0) -> None:
         self._settle_if_held(_nak(delay_seconds))
+
+    def redeliver(self) -> None:
+        self._settle(self._reply, _nak(0), lambda: False)  # not sent again: it may be delivered by then
 
     def term(self, reason: str) -> None:
         self._settle_if_held(b"+TERM " + reason.encode())

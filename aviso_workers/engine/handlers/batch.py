@@ -24,23 +24,21 @@ class BatchHandler:
         self._context = context
 
     async def work(self) -> None:
-        """Handle batches from the buffer until the agent stops; see `subscription.Handler`."""
-        context, buffer, batching = self._context, self._context.buffer, self._context.agent.policy.batch
+        """Handle batches from the flow until the agent stops; see `subscription.Handler`."""
+        context, flow, batching = self._context, self._context.flow, self._context.agent.policy.batch
         with context.outputs.keys() as keys:
-            while first := await buffer.take():
-                lapsed, deliveries = buffer.lapsed, [first]
+            while first := await flow.take():
+                lapses, deliveries = flow.lapses, [first]
                 apart: Delivery | None = None
-                if not buffer.alone(first):
+                if not flow.alone(first):
                     with clocks.move_on_after(context.clock, batching.within):
-                        while len(deliveries) < batching.size and (
-                            delivery := buffer.take_now() or await buffer.take()
-                        ):
-                            if buffer.alone(delivery):
+                        while len(deliveries) < batching.size and (delivery := flow.take_now() or await flow.take()):
+                            if flow.alone(delivery):
                                 apart = delivery
                                 break
                             deliveries.append(delivery)
                 taken = (*deliveries, *([apart] if apart else []))
-                if not await context.wait_for_rate(*taken, lapsed=lapsed):
+                if not flow.may_still_begin(*taken, lapses=lapses):
                     continue
                 await self._handle(deliveries, keys)
                 if apart is not None:

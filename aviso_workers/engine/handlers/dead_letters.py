@@ -21,14 +21,20 @@ from aviso_workers.declare.verdicts import GivenUp
 from aviso_workers.engine import calls
 from aviso_workers.engine.handlers.one import awaitable
 from aviso_workers.engine.handlers.outputs import Outputs
+from aviso_workers.engine.outages import Outage
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import describe
 from aviso_workers.events import DeadLetterCallFailed, Events
 
 __all__ = ["DeadLetterCalls"]
 
-RETRY = Backoff(first=1.0, factor=2.0, attempts=3, jitter=0.0)
+RETRY = Backoff(first=1.0, factor=2.0, jitter=0.0)
+CALLS = 3
 """The calls for one dead letter. They are few, because the notification keeps its place until the last of them."""
+
+
+TURN_SECONDS = 0.5
+"""How often a call asks again that has to wait because what the agent depends on is away."""
 
 
 class DeadLetterCalls:
@@ -40,10 +46,12 @@ class DeadLetterCalls:
         readers: Sequence[NotificationReader],
         outputs: Outputs,
         *,
+        outage: Outage,
         clock: Clock,
         events: Events,
     ) -> None:
         """The first of `readers` that can read a notification does so."""
+        self._outage = outage
         self._agent = running
         self._readers = readers
         self._outputs = outputs
@@ -61,13 +69,18 @@ class DeadLetterCalls:
         notification = self._read(message, attempts=attempts, window=window)
         given_up = GivenUp(notification=notification, reason=reason, attempts=attempts, error=describe(error))
         of = f"dead letter of {message.subject} {message.timestamp_ns} {message.headers}"  # a retry has another header
-        for tried in range(1, int(RETRY.attempts) + 1):
+        for tried in range(1, CALLS + 1):
+            while not self._outage.begins(again=True):
+                await self._clock.sleep(TURN_SECONDS)
             with self._outputs.keys() as keys:
                 keys.begin_with(str(message.sequence), of=of)
                 failure = await calls.attempt_apart(self._call_and_publish, given_up)
             if failure is None:
-                return
-            again = RETRY.delay_seconds(tried) if tried < RETRY.attempts and failure.final is None else 0.0
+                return  # which says nothing of what the agent's own function needs
+            if failure.final is None:
+                away = self._outage.is_unavailable(failure.error)
+                self._outage.failed(failure.error, again=True, away=away)
+            again = RETRY.delay_seconds(tried) if tried < CALLS and failure.final is None else 0.0
             self._events.emit(
                 DeadLetterCallFailed(
                     agent=self._agent.name, notification=notification.id, error=failure.error, again_in_seconds=again

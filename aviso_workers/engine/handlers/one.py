@@ -1,7 +1,7 @@
 """One notification at a time per worker: read, handled within its time, settled.
 
 The plainest of the call forms; `batch` and `stream` are the others, and windows count through this one. All take their
-deliveries from the agent's buffer, take the steps of a `HandlerContext`, and hand what came of them to the settler:
+deliveries from the flow of the agent, take the steps of a `HandlerContext`, and hand what came of them to the settler:
 None for success, or the `Failure` of the one step that failed.
 """
 
@@ -12,7 +12,6 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
-from anyio import Event
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from aviso_workers.aviso.codec import NotificationReader
@@ -24,10 +23,9 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import call_scope, calls, forks
 from aviso_workers.engine.acknowledging import Settler
-from aviso_workers.engine.buffer import Buffer
+from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.handlers.outputs import Outputs
 from aviso_workers.engine.idempotency import IdempotencyKeys
-from aviso_workers.engine.rate_limit import RateLimit
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import UndecodableError
@@ -37,8 +35,8 @@ __all__ = ["HandlerContext", "NotificationHandler", "awaitable"]
 Call = Callable[[Any], Awaitable[object]]
 Step = Callable[[Any], Awaitable[Failure | None]]
 """Handles the argument of an author's function. Returns None for success."""
-Guard = Callable[[Step, Buffer, Any], Awaitable[Failure | None]]
-"""Makes a step for an argument that came from a buffer."""
+Guard = Callable[[Step, Flow, Any], Awaitable[Failure | None]]
+"""Makes a step for an argument that came from a flow."""
 TIMEOUTS_OF_ALL = 2
 """A call has as many times the agent's `timeout`, with all that is around the function: when the function's own time is
 over, what is around it is left as much again to roll back."""
@@ -51,7 +49,7 @@ class HandlerContext:
         self,
         agent: Agent[Any, Any],
         *,
-        buffer: Buffer,
+        flow: Flow,
         reader: NotificationReader,
         outputs: Outputs,
         settler: Settler,
@@ -61,12 +59,11 @@ class HandlerContext:
     ) -> None:
         """`guard` makes the calls of an agent that may lose what it needs for them, such as a singleton's."""
         self.agent = agent
-        self.buffer = buffer
+        self.flow = flow
         self.reader = reader
         self.outputs = outputs
         self.settler = settler
         self.clock = clock
-        self.pace = RateLimit(clock, per_second=agent.policy.rate_limit)
         self._timeouts = timeouts
         self._generation = forks.generation
         self.function = awaitable(agent, outputs=outputs)
@@ -81,22 +78,7 @@ class HandlerContext:
             of_all = timeout * TIMEOUTS_OF_ALL if timeout and agent.can_be_cancelled else None
             self.step = timeouts.limit(self._call_in_scope, of_all)
         if guard is not None:
-            self.step = partial(guard, self.step, buffer)
-
-    async def wait_for_rate(self, *deliveries: Delivery, lapsed: Event) -> bool:
-        """Wait until the agent's `rate_limit` lets deliveries that were taken begin, and return whether they still may.
-
-        Where `lapsed`, the buffer's when they were taken, was set meanwhile, the process was away: others may have been
-        given them, so they are left to those.
-        """
-        await self.pace.wait()
-        may_begin = self.buffer.trusted and not lapsed.is_set()
-        for delivery in deliveries:
-            if may_begin:
-                self.buffer.note_waited(delivery)
-            else:
-                self.buffer.finish(delivery)
-        return may_begin
+            self.step = partial(guard, self.step, flow)
 
     def read(self, delivery: Delivery) -> Notification[Any] | Failure | None:
         """Return the notification, or why it cannot be read; None where the agent did not ask for it."""
@@ -165,7 +147,7 @@ class NotificationHandler:
         self._run: Callable[[Any], Awaitable[Any]] = step or (context.function if context.plain else context.step)
 
     async def work(self) -> None:
-        """Handle one notification after the other from the buffer; see `subscription.Handler`.
+        """Handle one notification after the other from the flow; see `subscription.Handler`.
 
         Each call has the context variables with which this began. The first calls run in the context of this task: most
         agents change none, and what runs in another context costs more whenever it waits.
@@ -180,10 +162,8 @@ class NotificationHandler:
     async def _work_unchanged(self, unchanged: Context, keys: IdempotencyKeys) -> bool:
         """Handle notifications, and return True once a call has changed the context, in which the next is not to be."""
         context, run = self._context, calls.runner(self._run)
-        take_now, take, succeeded = context.buffer.take_now, context.buffer.take, context.settler.succeeded
+        take_now, take, succeeded = context.flow.take_now, context.flow.take, context.settler.succeeded
         while (delivery := take_now() or await take()) is not None:
-            if context.pace.limited and not await context.wait_for_rate(delivery, lapsed=context.buffer.lapsed):
-                continue
             started = context.clock.monotonic()
             notification = context.read(delivery)
             if isinstance(notification, Notification):

@@ -32,29 +32,29 @@ class StreamHandler:
         """See `subscription.Handler`. The function is run again and again, each time when there is something for it."""
         context = self._context
         with context.outputs.keys() as keys:
-            delivery = await context.buffer.take()
+            delivery = await context.flow.take()
             while delivery is not None:
                 source = _BufferSource(delivery, context=context, keys=keys)
                 failure = await calls.attempt_apart(context.step, Stream(source))
                 delivery = await source.end(failure)
                 del failure  # else it would be kept until the next notification comes
-                delivery = delivery or await context.buffer.take()
+                delivery = delivery or await context.flow.take()
 
 
 class _BufferSource:
-    """The deliveries of one run of the function: one that was taken already, then those in the buffer."""
+    """The deliveries of one run of the function: one that was taken already, then those in the flow."""
 
     def __init__(self, first: Delivery, *, context: HandlerContext, keys: IdempotencyKeys) -> None:
         self._next_up: Delivery | None = first
-        """Taken from the buffer, and not handed out yet."""
+        """Taken from the flow, and not handed out yet."""
         self._context = context
         self._keys = keys
         self._handed_out: list[tuple[Delivery, float]] = []
-        self._lapsed = context.buffer.lapsed
-        """Tells whether the process was away after the next one was taken."""
+        self._lapses = context.flow.lapses
+        """How often the process had been away when the next one was taken."""
 
     async def next(self, *, within_seconds: float | None = None) -> Notification[Any] | None:
-        """Return the next notification; None when the buffer is closed, or nothing came in time.
+        """Return the next notification; None when the flow is closed, or nothing came in time.
 
         The time counts from when the first was handed out of those that are not settled.
         """
@@ -74,7 +74,7 @@ class _BufferSource:
     async def end(self, failure: Failure | None) -> Delivery | None:
         """Settle what the function was given when it ended, or the first notification if it took nothing.
 
-        Returns what was taken from the buffer to be handled by itself, and was not handed out.
+        Returns what was taken from the flow to be handled by itself, and was not handed out.
         """
         gave = bool(self._handed_out)
         await self._settle(failure)
@@ -92,22 +92,21 @@ class _BufferSource:
             await self._context.settler.settle(delivery, failure, started=started)
 
     async def _next(self) -> Notification[Any] | None:
-        buffer = self._context.buffer
-        if any(buffer.alone(delivery) for delivery, _ in self._handed_out):
+        flow = self._context.flow
+        if any(flow.alone(delivery) for delivery, _ in self._handed_out):
             return None
-        while (delivery := self._next_up or await buffer.take()) is not None:
+        while (delivery := self._next_up or await flow.take()) is not None:
             if self._next_up is None:
-                self._next_up, self._lapsed = delivery, buffer.lapsed
-            if self._handed_out and buffer.alone(delivery):
+                self._next_up, self._lapses = delivery, flow.lapses
+            if self._handed_out and flow.alone(delivery):
                 return None  # what was handed out comes first
             notification = self._context.read(delivery)
             if not isinstance(notification, Notification):
                 self._next_up = None
                 await self._context.settle_unread(delivery, notification)
                 continue
-            may_begin = await self._context.wait_for_rate(delivery, lapsed=self._lapsed)
             self._next_up = None
-            if not may_begin:
+            if not flow.may_still_begin(delivery, lapses=self._lapses):
                 continue
             self._handed_out.append((delivery, self._context.clock.monotonic()))
             self._keys.also(delivery.message)

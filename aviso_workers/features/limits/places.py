@@ -1,4 +1,4 @@
-"""Places among the calls that may run at once over all workers of an app: `Limit(concurrent=1)`.
+"""Places among the calls that may run at once over all workers of an app: `Slots(1)`.
 
 A place is a lease (`leases`) that a worker renews while it has calls for it. A call that runs when its place is lost,
 as in a process that was paused or cut off, is treated as a singleton's (`singletons`): it is cancelled, what it
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,18 +18,20 @@ from typing import Any
 import anyio
 
 from aviso_workers.backends import Backend, Delivery
-from aviso_workers.declare.limits import Limit
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.limits import Slots
 from aviso_workers.declare.verdicts import Failure, Retry
 from aviso_workers.engine import calls, singletons
-from aviso_workers.engine.buffer import Buffer
-from aviso_workers.engine.leases import RENEW_SECONDS, Lease
+from aviso_workers.engine.flow import Flow
+from aviso_workers.engine.handlers.one import Guard, Step
+from aviso_workers.engine.leases import Lease
 from aviso_workers.errors import BackendError
 from aviso_workers.events import Events
-from aviso_workers.features.limits.rates import MAX_KEYS, Key, KeyLimit
-from aviso_workers.state import lease_records, limit_records
-from aviso_workers.state.lease_records import LEASE_SECONDS, PLACES
+from aviso_workers.features.limits.rates import MAX_KEYS, Key, KeyLimit, RateTokens
+from aviso_workers.state import lease_records
+from aviso_workers.state.lease_records import LEASE_SECONDS, SLOTS
 
-__all__ = ["Places"]
+__all__ = ["Places", "guard_of", "limits_of"]
 
 CHECK_SECONDS = 0.5
 """How often a worker tries to take a place that others have."""
@@ -52,7 +54,7 @@ class _Place:
         self.delivery: Delivery | None = None
         """What it was given to."""
         self.runs = False
-        """Whether a call runs, which may be after the delivery was given back."""
+        """Whether a call runs: in a thread, also after it was cancelled."""
         self.used = 0
         self.leaving = False
         self.yields = False
@@ -62,7 +64,7 @@ class _Place:
 
     @property
     def free(self) -> bool:
-        return self.delivery is None and not self.runs and not self.leaving and self.lease.held
+        return self.delivery is None and not self.leaving and self.lease.held
 
 
 class Places(KeyLimit):
@@ -71,14 +73,14 @@ class Places(KeyLimit):
     bucket_of = staticmethod(lease_records.bucket_of)
     ttl_seconds = LEASE_SECONDS
 
-    def __init__(self, limit: Limit, *, app: str, backend: Backend, events: Events, **given: Any) -> None:
+    def __init__(self, limit: Slots, *, app: str, backend: Backend, events: Events, **given: Any) -> None:
         super().__init__(limit, app=app, backend=backend, events=events, **given)
-        self.guard = self.call
         self._lease = partial(Lease, backend, app, events=events, outage=self._outage)
         self._ourselves = secrets.token_hex(8).encode()
         self._places: dict[Key, list[_Place]] = {}
-        self._taken: dict[int, _Place] = {}
-        """By the sequence of the delivery that each was given to."""
+        self._taken: dict[tuple[int, int], _Place] = {}
+        """By the sequence and the time of the message that each was given to: while a call runs, its stream may have
+        been recreated, and have the sequence again."""
         self._tried: dict[str, Lease] = {}
         """Leases that others have, by their name."""
         self._yielded: set[Key] = set()
@@ -86,51 +88,48 @@ class Places(KeyLimit):
         self._said_at: dict[Key, float] = {}
         """When this worker has said that it waits."""
 
-    def admits(self, delivery: Delivery) -> bool:
-        for place in self._places.get(self.key_of(delivery), ()):
+    def admits(self, delivery: Delivery, now: float) -> bool:
+        for place in self._places.get(self.gate(delivery), ()):
             if place.free:
                 place.delivery, place.unused = delivery, anyio.Event()
                 place.used += 1
-                self._taken[delivery.message.sequence] = place
+                self._taken[_id(delivery)] = place
                 return True
         return False
 
     def release(self, delivery: Delivery) -> None:
-        place = self._taken.get(delivery.message.sequence)
+        place = self._taken.get(_id(delivery))
         if place is not None and place.delivery is delivery:
-            del self._taken[delivery.message.sequence]
+            del self._taken[_id(delivery)]
             place.delivery = None
-            self._note_free(place)
+            place.unused.set()
+            if place.free:
+                self._let(place.key, 1)
 
-    async def call(
-        self, function: Callable[[Any], Awaitable[Failure | None]], buffer: Buffer, notification: Any
-    ) -> Failure | None:
-        """Return what the function returns. Raises an uncounted `Retry` where another worker may have the place."""
-        place = self._taken[notification.sequence]
-        place.runs = True
-        try:
-            with singletons.needing(place.lease), anyio.CancelScope() as place.call:
-                failure = await calls.call(function, notification)
-                if failure is None or place.lease.held:
-                    return failure
-        except Exception:
-            if place.lease.held:
+    async def call(self, step: Step, flow: Flow, notification: Any) -> Failure | None:
+        """Return what the step returns. Raises an uncounted `Retry` where another worker may have the place."""
+        place = self._taken[notification.sequence, notification.time_ns]
+        if place.lease.held:
+            place.runs, runs_on = True, False
+            try:
+                with singletons.needing(place.lease), anyio.CancelScope() as place.call:
+                    failure = await calls.call(step, notification)
+                    if failure is None or place.lease.held:
+                        return failure
+            except Exception:
+                if place.lease.held:
+                    raise
+            except BaseException:
+                runs_on = not self._agent.can_be_cancelled  # its thread does
                 raise
-        finally:
-            place.runs = False
-            self._note_free(place)
+            finally:
+                place.runs = runs_on
         lost = Retry(after=AFTER_LOSS_SECONDS, counts=False)
-        lost.args = ("its place among the calls that may run at once was lost, because it was not renewed in time",)
+        lost.args = ("its slot was lost, because it was not renewed in time",)
         raise lost
 
-    def _note_free(self, place: _Place) -> None:
-        if place.delivery is None and not place.runs:
-            place.unused.set()
-        if place.free:
-            self._let(place.key, 1)
-
     def _name(self, key: Key) -> str:
-        return f"{PLACES}/{limit_records.key_of(self._agent.name, self.limit.key, key)}"
+        return f"{SLOTS}/{self._record_of(key)}"
 
     async def _serve(self, key: Key) -> None:
         """Let some of a key begin, or try to take a place for them."""
@@ -140,8 +139,8 @@ class Places(KeyLimit):
         places = self._places.get(key, [])
         if free := sum(place.free for place in places):
             self._let(key, free)
-        numbers = set(range(self.limit.concurrent)) - {place.number for place in places}
-        if self._waiting[key] and numbers and await self._take(key, random.choice(sorted(numbers))):
+        numbers = set(range(self.limit.count)) - {place.number for place in places}
+        if self._waiting(key) and numbers and await self._take(key, random.choice(sorted(numbers))):
             return
         await self._clock.sleep(random.uniform(CHECK_SECONDS / 2, CHECK_SECONDS))
 
@@ -166,24 +165,23 @@ class Places(KeyLimit):
         """Renew a place for as long as it is used, and end what runs in it where it is lost."""
         try:
             async with place.lease.renewed():
-                self._let(place.key, 1)
                 await self._until_left(place)
         finally:
             place.leaving = True
             self._places[place.key].remove(place)
             if not self._places[place.key]:
                 del self._places[place.key]
-            if place.runs and self._agent.can_be_cancelled:
-                place.call.cancel()
-            with anyio.move_on_after(RENEW_SECONDS, shield=True):
+            if not place.runs:
                 await place.lease.give_back()
-            if place.yields and self._waiting.get(place.key):
+            elif self._agent.can_be_cancelled:
+                place.call.cancel()
+            if place.yields and self._waiting(place.key):
                 self._yielded.add(place.key)
 
     async def _until_left(self, place: _Place) -> None:
         asked = self._clock.monotonic()
         used = -1
-        while used != place.used or not place.free or self._waiting.get(place.key):
+        while used != place.used or not place.free or self._waiting(place.key):
             used = place.used
             await self._clock.sleep(LINGER_SECONDS)
             if self._clock.monotonic() - asked >= TURN_SECONDS:
@@ -192,7 +190,7 @@ class Places(KeyLimit):
                 if place.yields:
                     break
         place.leaving = True
-        while place.delivery is not None or place.runs:
+        if place.delivery is not None:
             await place.unused.wait()
 
     async def _say_that_we_wait(self, key: Key) -> None:
@@ -208,3 +206,27 @@ class Places(KeyLimit):
             entry = await self._bucket.get(f"{self._name(key)}/wanted")
             return entry is not None and entry.data != self._ourselves
         return False
+
+
+def _id(delivery: Delivery) -> tuple[int, int]:
+    return delivery.message.sequence, delivery.message.timestamp_ns
+
+
+def limits_of(agent: Agent[Any, Any], **given: Any) -> list[KeyLimit]:
+    """Return the limits of an agent in one worker, in the order in which they are asked."""
+    return [
+        Places(limit, agent=agent, **given) if isinstance(limit, Slots) else RateTokens(limit, agent=agent, **given)
+        for limit in agent.policy.limits
+    ]
+
+
+def guard_of(limits: Sequence[KeyLimit]) -> Guard | None:
+    """Return what makes the calls of an agent that needs a place for each; None where it needs none."""
+    guards = [limit.call for limit in limits if isinstance(limit, Places)]
+
+    async def call(step: Step, flow: Flow, notification: Any) -> Failure | None:
+        for guard in reversed(guards):
+            step = partial(guard, step, flow)
+        return await step(notification)
+
+    return call if guards else None

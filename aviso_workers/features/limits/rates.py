@@ -1,7 +1,7 @@
 """Limits that all workers of an app keep together (`declare.limits`): a delivery begins when all limits of it let it.
 
-What a limit does not let begin yet is set aside in the buffer, and takes no task of a handler, so that others begin
-whose key has not come to its limit.
+What a limit does not let begin yet waits for it (`engine.dispatch`), and takes no task of a handler, so that others
+begin whose key has not come to its limit. A task serves each key of which something waits.
 
 The calls of a rate are leased in a bucket. Its record says up to which time they are leased, and who leases some moves
 that time by compare-and-set: each call takes the time from one call to the next. A leased call may begin from its own
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -27,10 +26,10 @@ from aviso_workers.aviso import topics
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.aviso.schema import Topic
 from aviso_workers.backends import Backend, Delivery
-from aviso_workers.clocks import SKEW, Clock
+from aviso_workers.clocks import SKEW
 from aviso_workers.declare.agents import Agent
-from aviso_workers.declare.limits import Limit
-from aviso_workers.engine.buffer import MAX_WAITING_BYTES, Buffer
+from aviso_workers.declare.limits import Rate, Slots
+from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.engine.leases import Outage
 from aviso_workers.errors import BackendError, ConflictError, UndecodableError
@@ -39,10 +38,8 @@ from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import limit_records
 from aviso_workers.state.limit_records import LeasedTokens
 
-__all__ = ["MAX_KEYS", "Key", "KeyLimit", "LimitedBuffer", "RateTokens"]
+__all__ = ["MAX_KEYS", "Key", "KeyLimit", "RateTokens"]
 
-MAX_ASIDE = 1000
-"""How many deliveries that are set aside do not count as prefetched, so that those of other keys come."""
 CHUNK_SECONDS = 0.5
 """For how long of the limit's time a worker leases calls at most, and how far ahead."""
 GATHERED_SECONDS = 1.0
@@ -61,140 +58,86 @@ MAX_KEYS = 10_000
 Key = tuple[str, ...]
 
 
-class LimitedBuffer(Buffer):
-    """A buffer that hands out a delivery only when all limits let it begin. Those with a key stop no other key."""
-
-    def __init__(self, clock: Clock, *, limits: Sequence[KeyLimit], **given: Any) -> None:
-        super().__init__(clock, **given)
-        self._limits = limits
-
-    @property
-    def surplus(self) -> int:
-        if self.waiting_bytes >= MAX_WAITING_BYTES:
-            return 0
-        aside = 0 if self.ordered else sum(limit.aside for limit in self._limits if limit.limit.key)
-        return min(super().surplus + aside, self.waiting, MAX_ASIDE)
-
-    @property
-    def starved(self) -> bool:
-        return super().starved and self.waiting_bytes < MAX_WAITING_BYTES
-
-    def take_now(self) -> Delivery | None:
-        return None  # `take` asks the limits
-
-    def finish(self, delivery: Delivery) -> float | None:
-        waited = super().finish(delivery)
-        self._release(delivery, self._limits)
-        return waited
-
-    def _next(self) -> Delivery | None:
-        while (delivery := super()._next()) is not None:
-            if (stops := self._asked(delivery)) is None:
-                return delivery
-            if self._keys is not None:
-                self._keys.stop(delivery, stopped=True)
-            stops.set_aside(delivery, self)
-            self._on_surplus()
-        return None
-
-    def _asked(self, delivery: Delivery) -> KeyLimit | None:
-        """Return the limit that does not let a delivery begin; None where all do."""
-        for place, limit in enumerate(self._limits):
-            if not limit.admits(delivery):
-                self._release(delivery, self._limits[:place])
-                return limit
-        return None
-
-    def ask_again(self, delivery: Delivery) -> None:
-        """Ask the limits again for a delivery that was set aside."""
-        if self._keys is not None:
-            self._keys.stop(delivery, stopped=False)
-        self.admit(delivery, first=True, begin=delivery.begin)
-
-    def _note_not_running(self, delivery: Delivery) -> None:
-        super()._note_not_running(delivery)
-        self._release(delivery, self._limits)
-
-    def _release(self, delivery: Delivery, limits: Sequence[KeyLimit]) -> None:
-        for limit in limits:
-            limit.release(delivery)
-
-
 class KeyLimit:
-    """A limit of an agent in one worker. What may not begin yet is set aside by key; a task serves each such key."""
+    """A limit of an agent in one worker (`dispatch.Limit`)."""
 
     bucket_of: Callable[[str], str]
     """The name of the bucket, by that of the app."""
     ttl_seconds: float
 
     def __init__(
-        self, limit: Limit, *, agent: Agent[Any, Any], app: str, topic: Topic, backend: Backend, events: Events
+        self,
+        limit: Rate | Slots,
+        *,
+        agent: Agent[Any, Any],
+        app: str,
+        topic: Topic,
+        backend: Backend,
+        events: Events,
     ) -> None:
         self.limit = limit
-        self.guard: Callable[..., Any] | None = None
-        """Makes the calls of the agent, where the limit has to end some of them; see `handlers.one`."""
-        self.aside = 0
-        """How many deliveries are set aside. Some of them may have been given back."""
         self._agent = agent
-        self._values = topics.key_of(topic, limit.key, of="Limit: key")
+        self._values = topics.key_of(topic, limit.by, of=f"{type(limit).__name__}: by")
         self._clock = backend.clock
         bucket = type(self).bucket_of(app)
         self._bucket = RetryingKeyValue(
             backend, bucket, ttl_seconds=self.ttl_seconds, patience_seconds=ANSWER_SECONDS, own=True
         )
         self._outage = Outage(bucket, clock=backend.clock, events=events)
-        self._waiting: dict[Key, deque[Delivery]] = {}
-        self._buffer: LimitedBuffer
+        self._served: set[Key] = set()
+        """The keys that a task serves, or will when `work` runs."""
+        self._flow: Flow
         self._tasks: TaskGroup | None = None
 
-    def key_of(self, delivery: Delivery) -> Key:
+    def attach(self, flow: Flow) -> None:
+        """Limit what begins of this flow."""
+        self._flow = flow
+
+    def gate(self, delivery: Delivery) -> Key:
         """Return the values of the limit's fields."""
         return self._values(delivery.message.subject)
 
-    def admits(self, delivery: Delivery) -> bool:
+    def admits(self, delivery: Delivery, now: float) -> bool:
         """Return whether a delivery may begin now; then it does."""
         raise NotImplementedError
 
     def release(self, delivery: Delivery) -> None:
-        """Note that a delivery does not run, or not any more."""
+        """Note that a delivery does not run any more."""
 
-    def set_aside(self, delivery: Delivery, buffer: LimitedBuffer) -> None:
-        """Have the buffer ask again for a delivery when it may begin."""
-        self._buffer = buffer
-        self.aside += 1
-        key = self.key_of(delivery)
-        if (waiting := self._waiting.get(key)) is not None:
-            if waiting and delivery.message.sequence < waiting[0].message.sequence:
-                waiting.appendleft(delivery)  # it was asked again in vain, and is still the first
-            else:
-                waiting.append(delivery)
-            return
-        self._waiting[key] = deque((delivery,))
-        if self._tasks is not None:
-            self._tasks.start_soon(self._serve_all, key)
+    def take_back(self, delivery: Delivery) -> None:
+        """Note that a delivery that was just admitted does not begin, because another limit does not let it."""
+        self.release(delivery)
+
+    def wait(self, key: Any) -> None:
+        """Serve a key of which something waits."""
+        if key not in self._served:
+            self._served.add(key)
+            if self._tasks is not None:
+                self._tasks.start_soon(self._serve_all, key)
+
+    def _record_of(self, key: Key) -> str:
+        return limit_records.key_of(self._agent.name, self.limit.by, key)
 
     async def work(self) -> None:
         """Run beside the agent; never returns."""
         async with anyio.create_task_group() as self._tasks:
-            for key in self._waiting:
+            for key in self._served:
                 self._tasks.start_soon(self._serve_all, key)
             await anyio.sleep_forever()
 
+    def _waiting(self, key: Key) -> int:
+        return self._flow.dispatch.waiting_at(self, key)
+
     def _let(self, key: Key, count: int) -> int:
-        """Ask again for so many of a key, or fewer; return for how many."""
-        waiting, first = self._waiting.get(key, deque()), list[Delivery]()
-        while waiting and len(first) < count:
-            self.aside -= 1
-            if self._buffer.holds(delivery := waiting.popleft()):  # else it was given back
-                first.append(delivery)
-        for delivery in reversed(first):  # each is put before all others
-            self._buffer.ask_again(delivery)
-        return len(first)
+        """Have up to so many of a key asked again; return how many are."""
+        opened = self._flow.dispatch.open(self, key, count, self._clock.monotonic())
+        self._flow.wake()
+        return opened
 
     async def _serve_all(self, key: Key) -> None:
-        while self._waiting[key]:
+        while self._waiting(key):
             await self._serve(key)
-        del self._waiting[key]
+        self._served.discard(key)
 
     async def _serve(self, key: Key) -> None:
         """Let some of a key begin, or wait until some may."""
@@ -244,6 +187,11 @@ class _Leased:
             self._used_up_at = now
         return True
 
+    def unuse(self) -> None:
+        """Undo the last `use`."""
+        self._left += 1
+        self._next -= self._interval
+
     def due(self, now: float) -> int:
         """Return how many may begin now. Those that are too late are lost."""
         if (late := now - VALID_SECONDS - self._next) > 0:
@@ -264,7 +212,7 @@ class RateTokens(KeyLimit):
     bucket_of = staticmethod(limit_records.bucket_of)
     ttl_seconds = limit_records.KEPT_SECONDS
 
-    def __init__(self, limit: Limit, **given: Any) -> None:
+    def __init__(self, limit: Rate, **given: Any) -> None:
         super().__init__(limit, **given)
         self._interval = limit.interval_seconds
         self._leased: dict[Key, _Leased] = {}
@@ -272,12 +220,15 @@ class RateTokens(KeyLimit):
         """How much more the server's clock says than ours, at least."""
         self._synced_at = -math.inf
 
-    def admits(self, delivery: Delivery) -> bool:
-        leased = self._leased.get(self.key_of(delivery))
+    def admits(self, delivery: Delivery, now: float) -> bool:
+        leased = self._leased.get(self.gate(delivery))
         if leased is None:
             return False
         leased.offered = max(0, leased.offered - 1)
-        return leased.use(self._clock.monotonic())
+        return leased.use(now)
+
+    def take_back(self, delivery: Delivery) -> None:
+        self._leased[self.gate(delivery)].unuse()
 
     async def _serve(self, key: Key) -> None:
         if (leased := self._leased.get(key)) is None:
@@ -290,14 +241,14 @@ class RateTokens(KeyLimit):
         if (seconds := leased.next_seconds(now)) is None:
             leased.asked_at = now if leased.asked_at is None else leased.asked_at
             seconds = await self._lease(key, leased)
-        if seconds and self._waiting[key]:
+        if seconds and self._waiting(key):
             await self._clock.sleep(seconds)
 
     async def _lease(self, key: Key, leased: _Leased) -> float:
         """Lease some calls of a key; return after how many seconds to look again."""
         try:
             with clocks.fail_after(self._clock, ANSWER_SECONDS):
-                seconds = await self._lease_some(limit_records.key_of(self._agent.name, self.limit.key, key), leased)
+                seconds = await self._lease_some(self._record_of(key), leased)
         except ConflictError:
             return random.uniform(0, TICK_SECONDS)  # another worker was faster
         except (BackendError, TimeoutError) as error:

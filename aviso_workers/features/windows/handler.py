@@ -15,6 +15,7 @@ into the bucket, closed, and whoever closes windows runs the function for it.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -43,7 +44,7 @@ from aviso_workers.errors import (
     RefusedError,
     UndecodableError,
 )
-from aviso_workers.events import Events, Unreadable, WindowDone, WindowFunctionsChanged, WindowsResized
+from aviso_workers.events import UNAVAILABLE, Events, Unreadable, WindowDone, WindowFunctionsChanged, WindowsResized
 from aviso_workers.features.windows import counted
 from aviso_workers.features.windows.counted import CountedPages
 from aviso_workers.jetstream import key_value
@@ -107,6 +108,9 @@ class WindowHandler:
         self._failures: dict[tuple[str, int], int] = {}
         """By key and start of a window, how often the function failed for it."""
         self._again_at: dict[tuple[str, int], float] = {}
+        self._away_since: dict[tuple[str, int], float] = {}
+        """When it failed first because something is away, on the agent's clock."""
+        self._outage = context.settler.outage
         self._progress_known = WindowProgress()
         """What was read last of what is known for all keys. It counts while a foreign value is in its place."""
         self._refused = _set_event()
@@ -252,6 +256,7 @@ class WindowHandler:
         self._awaited = None
         self._failures.clear()
         self._again_at.clear()
+        self._away_since.clear()
         while not (stop.is_set() or self._refused.is_set()):
             with suppress(BackendError, UndecodableError, OtherVersionError):  # who counts runs into them, and is heard
                 await self._close_due(stop)
@@ -269,7 +274,10 @@ class WindowHandler:
         idle = self._is_idle(info, contents)
         if passed < contents.first_end and not idle:
             return
-        for key, state in contents.states.items():
+        keys = list(contents.states.items())
+        if not self._outage.pace.free:
+            random.shuffle(keys)  # or those that fail would keep the others from being tried
+        for key, state in keys:
             until = windows.last_end(state) if idle and state.open else passed
             if stop.is_set():
                 return
@@ -377,7 +385,8 @@ class WindowHandler:
     async def _close(self, key: str, until: float) -> None:
         state = await self._update(key, lambda state: windows.close(state, until))
         for start in windows.due(state):
-            if self._again_at.get((key, start), -math.inf) <= self._context.clock.monotonic():
+            place, now = (key, start), self._context.clock.monotonic()
+            if self._again_at.get(place, -math.inf) <= now and self._outage.begins(again=place in self._again_at):
                 await self._finish(windows.window(state, key, start), start)
 
     async def _finish(self, window: Window[Any], start: int) -> None:
@@ -387,12 +396,15 @@ class WindowHandler:
         with context.outputs.keys() as keys:
             keys.begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
             failure = await calls.attempt_apart(context.step, window)
+        if failure is None:
+            self._outage.succeeded()
         verdict = await self._judge(window, start, failure) if failure is not None else None
         again = self._again_in_seconds(place, verdict)
         if again is None:
             await self._update(window.key, lambda state: windows.without(state, start))
             self._failures.pop(place, None)
             self._again_at.pop(place, None)
+            self._away_since.pop(place, None)
         self._events.emit(
             WindowDone(
                 agent=self._agent.name,
@@ -402,6 +414,7 @@ class WindowHandler:
                 seconds=context.clock.monotonic() - began,
                 error=failure.error if failure else None,
                 again_in_seconds=again or 0.0,
+                reason=verdict.reason if isinstance(verdict, Again) else "",
                 dead_lettered=verdict.reason if isinstance(verdict, DeadLetter) else "",
             )
         )
@@ -422,6 +435,7 @@ class WindowHandler:
             failure,
             window=window,
             failures=self._failures.get((window.key, start), 0),
+            away_seconds=self._away_seconds((window.key, start)),
             stream=f"KV_{bucket}",
             part=f"{spelled}@{start}",
         )
@@ -430,10 +444,18 @@ class WindowHandler:
         """After how long the function is to be run again for a window; None where it is not."""
         if not isinstance(verdict, Again):
             return None
+        now = self._context.clock.monotonic()
         if verdict.reason not in NO_ATTEMPT:
             self._failures[place] = self._failures.get(place, 0) + 1
-        self._again_at[place] = self._context.clock.monotonic() + verdict.after_seconds
+        elif verdict.reason == UNAVAILABLE:
+            self._away_since.setdefault(place, now)
+        self._again_at[place] = now + verdict.after_seconds
         return verdict.after_seconds
+
+    def _away_seconds(self, place: tuple[str, int]) -> float | None:
+        """For how long what the function needs for a window is away; None where it was not."""
+        since = self._away_since.get(place)
+        return None if since is None else self._context.clock.monotonic() - since
 
 
 class _Contents:

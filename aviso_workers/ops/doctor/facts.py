@@ -40,19 +40,15 @@ from aviso_workers.ops.doctor.divergence import Looks
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.doctor.replicas import Groups
 from aviso_workers.ops.mirrors import Link, Mirrors
-from aviso_workers.ops.parked import Parked
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import LastFailure
-from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.timer_requests import Pause
 
 __all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
 
 T = TypeVar("T")
 
-Need = Literal[
-    "account", "agents", "backups", "consumers", "dead_letters", "monitoring", "parked", "records", "streams"
-]
+Need = Literal["account", "agents", "backups", "consumers", "dead_letters", "monitoring", "records", "streams"]
 """A kind of facts that a check can need, and that may be missing."""
 
 EVENTS = "$JS.EVENT."
@@ -118,12 +114,8 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """The functions of agents whose workers run several, by stream and consumer."""
     failures: Mapping[tuple[str, str, str], LastFailure]
     """The last failures of agents, timers and tasks, by app, kind and name."""
-    outages: Mapping[tuple[str, str], OutageRecord]
-    """The outages for whose end agents wait, by app and agent."""
     pauses: Mapping[tuple[str, str], Pause]
     """The pauses of timers, by app and timer."""
-    parked: Mapping[tuple[str, str], tuple[Parked, ...]]
-    """Notifications that wait for a person, by stream and consumer."""
     run_alone: tuple[RunAlone, ...]
     """Notifications that are run alone, because a worker process ended while they ran."""
     due: Mapping[str, int]
@@ -269,9 +261,7 @@ async def _unsampled_facts(
         records=kept.consumers if kept else {},
         functions=kept.functions if kept else {},
         failures=kept.failures if kept else {},
-        outages=kept.outages if kept else {},
         pauses=kept.pauses if kept else {},
-        parked=kept.parked if kept else {},
         run_alone=tuple(run_alone.result or ()),
         due=due.result or {},
         monitored=servers,
@@ -317,9 +307,8 @@ class _Requests:
     async def recorded(self) -> Recorded:
         """Return what workers have recorded. What the server denies of it is in `unknown`."""
         found = await agent_inventory.recorded(self._admin, denied=(denied := Denials()))
-        needs: list[Need] = ["parked", "records"] if denied.subjects("records") else ["parked"]
-        for need in needs if (text := denied.text()) else ():
-            self.unknown[need] = self.denied[need] = text
+        if text := denied.text():
+            self.unknown["records"] = self.denied["records"] = text
         return found
 
     def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Received]]:

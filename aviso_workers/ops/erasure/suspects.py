@@ -99,7 +99,7 @@ async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
                 continue  # how far time has come, of all keys
             if bucket == consumer_records.BUCKET and not key.endswith(NOTED):
                 continue
-            if found == "failures" and not key.endswith(failure_counts.PARKED):
+            if found == "failures" and not key.endswith(failure_counts.DECIDED):
                 continue  # counts
             newest[key] = bool(message.data)
             if wanted.any_in(decode_key(key)) or any(map(wanted.any_in, _texts(message.data))):

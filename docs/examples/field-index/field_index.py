@@ -8,7 +8,7 @@ import psycopg
 from psycopg import AsyncConnection
 from psycopg_pool import AsyncConnectionPool
 
-from aviso_workers import App, Backoff, Notification, Reject
+from aviso_workers import App, Notification, Reject, RetryPolicy
 
 app = App("field-index", config="aviso.yaml")
 
@@ -48,7 +48,7 @@ async def session(pool: AsyncConnectionPool) -> AsyncIterator[AsyncConnection]:
         yield connection
 
 
-@app.agent("field", concurrency=CONCURRENCY, retry=Backoff(max=60, attempts=100))
+@app.agent("field", concurrency=CONCURRENCY, retry=RetryPolicy(max=60, attempts=100))
 async def index(notification: Notification[Field, FieldKey], session: AsyncConnection) -> None:
     key, field = notification.key, notification.payload
     row = {"class": key.class_, "date": key.date, "step": key.step, "sequence": notification.sequence}

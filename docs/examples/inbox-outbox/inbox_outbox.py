@@ -7,7 +7,7 @@ import msgspec
 from psycopg import AsyncConnection
 from psycopg_pool import AsyncConnectionPool
 
-from aviso_workers import App, Backoff, Notification
+from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.errors import NotFoundError
 
 app = App("volumes", config="aviso.yaml")
@@ -44,7 +44,7 @@ async def session(pool: AsyncConnectionPool) -> AsyncIterator[AsyncConnection]:
         yield connection
 
 
-@app.agent("field", concurrency=CONCURRENCY, ack_wait=5, retry=Backoff(max=60, attempts=100))
+@app.agent("field", concurrency=CONCURRENCY, ack_wait=5, retry=RetryPolicy(max=60, attempts=100))
 async def count(notification: Notification[Field], session: AsyncConnection) -> None:
     """Add a field to its class, unless the inbox says that this was done."""
     noted = await session.execute(INTO_INBOX, (notification.sequence, notification.time))

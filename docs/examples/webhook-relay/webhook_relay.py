@@ -6,11 +6,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from aviso_workers import App, Backoff, Notification, Reject, Retry, Router
+from aviso_workers import App, Notification, Reject, RetryPolicy, Router
 
 app = App("webhooks", config="aviso.yaml")
 
-LONGEST_SECONDS = 300.0
 FOR_NOW = (408, 425, 429)
 """Answers that mean: try again later. So do all from 500 on."""
 
@@ -23,6 +22,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 router = Router("webhook", settings=Settings)
+server = router.dependency("server", unavailable=[httpx.TransportError])
 
 
 @router.resource
@@ -37,7 +37,7 @@ async def client(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-@router.agent("field", concurrency=8, retry=Backoff(max=LONGEST_SECONDS, attempts=300))
+@router.agent("field", concurrency=8, retry=RetryPolicy(max="5m", attempts=300), depends_on=server)
 async def post(notification: Notification[dict[str, Any]], client: httpx.AsyncClient, settings: Settings) -> None:
     key = f"{notification.id}@{notification.time.isoformat()}"  # the same whenever this notification is sent
     body = {"identifier": dict(notification.identifier), "payload": notification.payload}
@@ -46,9 +46,6 @@ async def post(notification: Notification[dict[str, Any]], client: httpx.AsyncCl
         return
     if not answer.is_server_error and answer.status_code not in FOR_NOW:
         raise Reject(f"the server answered {answer.status_code}: {answer.text[:200]}")
-    asked = answer.headers.get("Retry-After", "")
-    if asked.isdecimal():
-        raise Retry(after=min(float(asked), LONGEST_SECONDS))
     answer.raise_for_status()
 
 

@@ -16,7 +16,7 @@ import anyio
 import pytest
 from msgspec import structs
 
-from aviso_workers import App, Backoff, Notification, Notify, Stream
+from aviso_workers import App, Notification, Notify, RetryPolicy, Stream
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
@@ -38,7 +38,7 @@ from tests.ops.doctor.conftest import (
 )
 
 patient = App("patient")
-LONG = Backoff(first=60, factor=2, max=600, attempts=4, jitter=0)
+LONG = RetryPolicy(first=60, factor=2, max=600, attempts=4, jitter=0)
 
 OURS = {"aviso-workers-start": "all"}
 
@@ -57,7 +57,7 @@ async def follow(stream: Stream[Any]):  # type: ignore[no-untyped-def]
 async def index(notification: Notification[Any]) -> None: ...
 
 
-@patient.agent("mars", retry=Backoff(attempts=2), timeout=10)
+@patient.agent("mars", retry=RetryPolicy(attempts=2), timeout=10)
 async def soon(notification: Notification[Any]) -> Notify | None: ...
 
 
@@ -99,7 +99,7 @@ def test_the_cure_of_a_short_window_cures_it(left: Seen) -> None:
     """By hand, but for the streams: an agent that outlasts an outage, and one stream that it publishes to."""
     app = App("lasting")
 
-    @app.agent("mars", retry=Backoff(max=30, attempts=1000))
+    @app.agent("mars", retry=RetryPolicy(max=30, attempts=1000))
     async def derive(notification: Notification[Any]) -> Notify:
         return Notify("short", notification.identifier)
 

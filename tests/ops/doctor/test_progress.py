@@ -22,12 +22,9 @@ from aviso_workers.ops.agent_inventory import RunAlone
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.parked import Parked
 from aviso_workers.state import delayed_messages
 from aviso_workers.state.consumer_records import ConsumerRecord
-from aviso_workers.state.failure_counts import ParkedRecord
 from aviso_workers.state.failure_records import Retrying
-from aviso_workers.state.outage_records import OutageRecord
 from aviso_workers.state.own_streams import DELAYED
 from aviso_workers.state.timer_requests import Pause
 from tests.failures import last_failure
@@ -294,18 +291,22 @@ def test_what_is_unfinished_because_it_fails_is_told_with_its_error(working: See
         f"{SHARED} > field__index": "5 delivered and not finished; the oldest one, after sequence 0, for 10 min; "
         "the last error: OSError: no index (fields.py:12)"
     }
-    outage = OutageRecord(since=now, reason="OSError: away", again_in_seconds=4.0, written=now)
-    waiting = judged(structs.replace(facts, outages={("field", "index"): outage}))
+    away = structs.replace(failure, away="OSError: away", away_since=now, away_until=now + timedelta(minutes=1))
+    waiting = judged(structs.replace(facts, failures={("field", "agents", "index"): away}))
     assert (waiting.found("JS058"), len(waiting.found("JS078"))) == ({}, 1), "one of them says it"
-    held = ParkedRecord(since=now, attempts=3, error="KeyError: 'x'", behind=4)
-    stopped = Parked(app="field", agent="index", stream=SHARED, sequence=1, record=held, key="1")
-    parked = judged(structs.replace(facts, parked={key: (stopped,)}))
-    assert parked.found("JS058") == {}
-    assert parked.found("JS079") == {
-        f"{SHARED} > field__index": "1 wait for your decision, and 4 wait behind them: KeyError: 'x'; `agents retrying "
-        "field index` lists them, `agents retry` or `agents skip` decides"
+    failed = retrying(now, 1, attempt=6, attempts=None, blocked=True, error="KeyError: 'x'", key="od", behind=4)
+    failing = structs.replace(failure, retrying=(failed,))
+    blocked = judged(structs.replace(facts, failures={("field", "agents", "index"): failing}))
+    assert blocked.found("JS058") == {}
+    assert blocked.found("JS079") == {
+        f"{SHARED} > field__index": f"blocked at {SHARED}@1 (key od), and 4 wait behind it: KeyError: 'x'; `agents "
+        "retrying field index` lists them, `agents retry` or `agents skip` decides"
     }
-    assert "agents retry index --app field --all" in parked.findings("JS079")[f"{SHARED} > field__index"].cure
+    assert "agents retry index --app field --all" in blocked.findings("JS079")[f"{SHARED} > field__index"].cure
+
+
+def retrying(now: datetime, sequence: int, **stated: Any) -> Retrying:
+    return Retrying(**{"again_at": now, "stream": SHARED, "sequence": sequence, "timestamp_ns": 1, **stated})
 
 
 def recorded(working: Seen, *, minutes: float, longest_seconds: float = 300.0) -> ConsumerRecord:
@@ -519,8 +520,8 @@ def test_a_notification_that_has_ended_its_worker_waits_for_its_next_attempt(wor
     """By hand: it does not run alone before that, and what waits for another reason ends no worker."""
     now, key = working.facts.now, (SHARED, "field__index")
     died, failed = (
-        Retrying(again_at=now, sequence=sequence, attempt=2, attempts=6, error=error)
-        for sequence, error in ((7, "WorkerDiedError"), (8, "OSError"))
+        retrying(now, sequence, attempt=2, attempts=6, error=error)
+        for sequence, error in ((7, "WorkerDiedError: it ended"), (8, "OSError"))
     )
     failure = last_failure(now, retrying=(died, failed))
     busy = structs.replace(working.facts.consumers[SHARED, "busy"], name=key[1])
@@ -545,15 +546,14 @@ def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Se
     assert judged(structs.replace(working.facts, after=after, advisories=(told,))).state("JS023") is State.PASS
 
 
-def test_an_agent_that_waits_for_the_end_of_an_outage_is_named(working: Seen) -> None:
+def test_an_agent_of_which_what_it_depends_on_is_away_is_named(working: Seen) -> None:
     now = working.facts.now
-    outage = OutageRecord(since=now, reason="OSError: away", tries=3, again_in_seconds=4.0, written=now)
-    facts = structs.replace(working.facts, outages={("field", "index"): outage})
-    assert judged(facts).found("JS078") == {
-        "field > agent index": f"outage since {time_text(now)}: OSError: away; tries again in 4 s"
-    }
-    left = structs.replace(outage, written=now - timedelta(minutes=5))
-    assert judged(structs.replace(facts, outages={("field", "index"): left})).state("JS078") is State.PASS
+    away = last_failure(now, away="OSError: gone", away_since=now, away_until=now + timedelta(minutes=1))
+    facts = structs.replace(working.facts, failures={("field", "agents", "index"): away})
+    assert judged(facts).found("JS078") == {"field > agent index": f"outage since {time_text(now)}: OSError: gone"}
+    left = structs.replace(away, away_until=now - timedelta(seconds=1))
+    facts = structs.replace(working.facts, failures={("field", "agents", "index"): left})
+    assert judged(facts).state("JS078") is State.PASS
 
 
 def test_a_timer_that_is_paused_for_long_is_named(working: Seen) -> None:

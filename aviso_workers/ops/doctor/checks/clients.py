@@ -37,8 +37,8 @@ ELECTION_SECONDS = 10
 ENOUGH_TO_PUBLISH_SECONDS = 15
 BACKUP_EVERY = timedelta(hours=24)
 SHORTER = (
-    "Or retry for a shorter time: publish_deadline_seconds, and an agent's retry=Backoff(...). Or accept the finding "
-    "(doctor.accepted), if a notification that is stored twice after a long outage does no harm."
+    "Or retry for a shorter time: publish_deadline_seconds, and an agent's retry=RetryPolicy(...). Or accept the "
+    "finding (doctor.accepted), if a notification that is stored twice after a long outage does no harm."
 )
 READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
@@ -298,7 +298,7 @@ def retry_seconds(agent: Agent[Any, Any]) -> float:
     """Return for how many seconds an agent retries a notification at most: the delays, and handling where it is
     bounded.
     """
-    retry, attempts = agent.policy.retry, int(min(agent.policy.retry.attempts, 10_000))
+    retry, attempts = agent.policy.retry, min(agent.policy.retry.attempts or 10_000, 10_000)
     delays = sum(min(retry.max, retry.first * retry.factor ** min(n, 64)) for n in range(attempts - 1))
     return delays * (1 + retry.jitter) + attempts * (agent.policy.timeout or 0)
 

@@ -16,7 +16,7 @@ from aviso_workers.errors import WorkerDiedError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import agent_inventory, agent_report, parked, stuck
+from aviso_workers.ops import agent_inventory, agent_report, retried, stuck
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 from aviso_workers.state import delayed_messages
@@ -239,19 +239,19 @@ def hidden(facts: Facts) -> Iterator[Finding]:
     "that.",
     cure=LOOK_AT_HANDLERS,
     severity=State.FAIL,
-    needs=("consumers", "parked", "records", "streams"),
+    needs=("consumers", "records", "streams"),
 )
 def unfinished(facts: Facts) -> Iterator[Finding]:
     """The check fails when the oldest delivered notification is unfinished for longer than the policy of its agent
-    allows ([the rules](lag.md#when-a-consumer-is-stuck)), unless the agent waits for the end of an outage (JS078), or
-    what is unfinished is parked (JS079).
+    allows ([the rules](lag.md#when-a-consumer-is-stuck)), unless what the agent depends on is away (JS078), or
+    the agent is blocked at what is unfinished (JS079).
     """
-    waiting = {agents.durable_name(*of) for of, outage in facts.outages.items() if not outage.is_abandoned(facts.now)}
+    waiting = {agents.durable_name(app, agent) for app, agent in _waiting(facts)}
     for key, after in facts.consumers.items():
         before = facts.before.consumers.get(key, after)
         record = facts.records.get(key)
         now = structs.replace(after, time=facts.now)
-        why = stuck.why_stuck(now, before, record, facts.parked.get(key, ()))
+        why = stuck.why_stuck(now, before, record, retried.blocked(facts.failures, key[0], after))
         if not why or _delivers_due(after) or not (after.num_ack_pending or after.num_waiting):
             continue  # JS076 or JS030 says it
         if after.name in waiting:
@@ -384,41 +384,38 @@ def failing_timers(facts: Facts) -> Iterator[Finding]:
 
 @declare(
     "JS078",
-    "No agent waits for the end of an outage, and none is halted",
-    why="What an agent depends on is away, so its breaker is open: the agent begins nothing but a notification now and "
-    "then. Or so many of its notifications became dead letters that it begins nothing. The others wait in the stream.",
-    cure="Bring back what the agent depends on, as the error says: it goes on by itself within seconds. One that is "
-    "halted goes on after `aviso-workers agents resume`, or in the workers of a new deploy.",
+    "What agents depend on is there",
+    why="What an agent depends on is away: the agent tries one call a second, and the others wait in the stream. No "
+    "attempts are used.",
+    cure="Bring back what the agent depends on, as the error says: it goes on by itself within seconds.",
     needs=("records",),
 )
 def waiting_for_an_outage(facts: Facts) -> Iterator[Finding]:
-    """The check warns of an agent whose [breaker](../agents/outages.md) is open in a worker, or that a worker has
-    halted. Workers record it in the bucket `aviso_workers_consumers`, and `agents ls` shows it too.
+    """The check warns of an agent in one of whose workers [what it depends on](../agents/outages.md) is away. Workers
+    record it in the bucket `aviso_workers_consumers`, and `agents ls` shows it too.
     """
-    for (app, agent), outage in facts.outages.items():
-        if waiting := agent_report.waiting_text(outage, now=facts.now):
-            yield Finding(place=f"{app} > agent {agent}", found=waiting)
+    for (app, agent), away in _waiting(facts).items():
+        yield Finding(place=f"{app} > agent {agent}", found=away)
 
 
 @declare(
     "JS079",
-    "No notification waits for a decision",
-    why="A notification has failed in all of its attempts and is parked: it stays in the stream until a person "
-    "decides. With `order_by`, later notifications of its key wait behind it.",
-    cure="Repair the cause of the error. Then `aviso-workers agents retry {agent} --app {app} --all` has what is "
-    "parked tried again; `agents skip` makes dead letters of it.",
-    needs=("consumers", "parked", "records"),
+    "No agent is blocked at a notification",
+    why="A notification has failed as often as is usual, and its agent, which has no limit of attempts, tries it again "
+    "until it succeeds or a person skips it. With `order_by`, later notifications of its key wait behind it.",
+    cure="Repair the cause of the error: the notification is tried again by itself, or at once by `aviso-workers "
+    "agents retry {agent} --app {app} --all`. `agents skip` makes a dead letter of it.",
+    needs=("consumers", "records"),
 )
-def waiting_for_a_person(facts: Facts) -> Iterator[Finding]:
-    """The check warns of each agent with [parked](../agents/retries.md#park-what-cannot-be-handled) notifications, from
-    the first minute on. `agents ls` says so too, and the observer counts them (`aviso_observer_parked`).
+def blocked(facts: Facts) -> Iterator[Finding]:
+    """The check warns of each agent with `RetryPolicy(attempts=None)` that is
+    [blocked at](../agents/retries.md#try-without-end) a notification, which has failed 6 times or more. `agents ls`
+    says so too, and the observer counts them (`aviso_observer_blocked`).
     """
-    for (stream, consumer), noted in facts.parked.items():
-        found = parked.unsettled(noted, facts.consumers.get((stream, consumer)))
-        if found and not facts.lacks(stream, consumer):
-            yield Finding(
-                stream=stream, consumer=consumer, found=f"{parked.waiting_text(found)}; {parked.commands_text(found)}"
-            )
+    for (stream, name), consumer in facts.consumers.items():
+        if found := retried.blocked(facts.failures, stream, consumer):
+            commands = retried.commands_text(*(agent_inventory.agent_of(name) or ("", "")))
+            yield about(consumer, f"{retried.blocked_text(found)}; {commands}")
 
 
 @declare(
@@ -498,6 +495,15 @@ def _samples(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:
         yield facts.before.consumers.get(key, after), after
 
 
+def _waiting(facts: Facts) -> dict[tuple[str, str], str]:
+    """Return the agents of which what they depend on is away, by app and agent, with since when and the error."""
+    return {
+        (app, name): text
+        for (app, kind, name), failure in facts.failures.items()
+        if kind == "agents" and (text := agent_report.away_text(failure, now=facts.now))
+    }
+
+
 def _last_failure(facts: Facts, consumer: ConsumerInfo) -> str:
     """Return the last error of the agent that reads from a consumer, as the end of a sentence; empty where none is
     known.
@@ -514,7 +520,7 @@ def _wait_after_a_death(facts: Facts) -> Iterator[tuple[tuple[str, str], int]]:
         failure = facts.failures.get((app, "agents", agent))
         if failure and failure.until > facts.now and stream != RETRIES:
             for each in failure.retrying:
-                if each.error == WorkerDiedError.__name__:
+                if each.error.partition(":")[0] == WorkerDiedError.__name__:
                     yield (stream, consumer), each.sequence
 
 

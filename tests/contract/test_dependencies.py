@@ -1,0 +1,131 @@
+"""What agents depend on: they wait for it together, and the author's code reads it and says that it is away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Notification, Notify, RetryPolicy
+from aviso_workers.engine.outages import UNANSWERED_SECONDS
+from aviso_workers.errors import DeclarationError
+from aviso_workers.events import OutageBegan, OutageEnded
+from aviso_workers.ops import agent_inventory
+from aviso_workers.state.failure_records import WRITE_SECONDS
+from aviso_workers.testing import Harness, harness
+from tests.contract.settings import mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+QUICK = RetryPolicy(first=0.05, factor=1, attempts=2)
+
+
+class GoneError(Exception):
+    """What a client raises whose server is away, of a kind that nobody knows."""
+
+
+async def publish(app: App, count: int) -> None:
+    await app.notify_many(Notify("mars", mars(step=step), {}) for step in range(count))
+
+
+async def until(t: Harness, condition: Any) -> None:
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while not condition():
+            await t.advance(0.1)
+
+
+async def test_code_says_that_it_is_away_and_back_and_reads_it(app: App, url: str | None) -> None:
+    catalogue = app.dependency("catalogue")
+    handled: list[str] = []
+    seen: list[tuple[bool, str]] = []
+
+    @app.agent("mars", depends_on=catalogue, where={"step": 0})
+    async def trip(notification: Notification[Any]) -> None:
+        seen.append((catalogue.is_away, catalogue.reason))
+        catalogue.trip("maintenance until noon", after="1h")
+        seen.append((catalogue.is_away, catalogue.reason))
+
+    @app.agent("mars", depends_on=catalogue, where={"step": {"gte": 1}})
+    async def index(notification: Notification[Any]) -> None:
+        handled.append(notification.identifier["step"])
+
+    @app.agent("mars", where={"step": 9})
+    def reset(notification: Notification[Any]) -> None:
+        assert catalogue.since is not None
+        catalogue.reset()
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(step=0), {})
+        await until(t, lambda: len(seen) == 2)
+        await t.notify("mars", mars(step=1), {})
+        await t.advance(3.0)
+        assert handled == [], "nothing is tried before an hour is over"
+        await t.notify("mars", mars(step=9), {})
+        await until(t, lambda: handled == ["1", "9"])
+        assert (catalogue.is_away, catalogue.since, catalogue.reason) == (False, None, ""), "asked by the test"
+    assert seen == [(False, ""), (True, "Unavailable: maintenance until noon")]
+    with pytest.raises(DeclarationError, match="dependency 'catalogue' is not at work here"):
+        catalogue.reset()
+
+
+async def test_it_names_errors_that_say_that_it_is_away(app: App, url: str | None) -> None:
+    away, handled = True, 0
+
+    @app.agent("mars", retry=QUICK, depends_on=app.dependency("catalogue", unavailable=[GoneError]))
+    async def index(notification: Notification[Any]) -> None:
+        nonlocal handled
+        if away:
+            raise GoneError
+        handled += 1
+
+    async with harness(app, server=url) as t:
+        await publish(app, 10)
+        await t.advance(3.0)
+        away = False
+        await until(t, lambda: handled == 10)
+        assert t.dead_letters == []
+
+
+async def test_an_outage_of_an_agent_with_few_notifications_is_told(app: App, url: str | None) -> None:
+    told: list[OutageBegan | OutageEnded] = []
+    app.events.listen(told.append, OutageBegan, OutageEnded)
+    away = True
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        if away:
+            raise ConnectionRefusedError(111, "refused")
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(step=1), {})
+        await t.advance(UNANSWERED_SECONDS + 5.0)
+        assert [type(each) for each in told] == [OutageBegan]
+        away = False
+        await t.settle()
+        assert [type(each) for each in told] == [OutageBegan, OutageEnded]
+
+
+async def test_workers_tell_operators_of_it(app: App, url: str | None) -> None:
+    catalogue = app.dependency("catalogue")
+
+    @app.agent("mars", depends_on=catalogue)
+    async def index(notification: Notification[Any]) -> None: ...
+
+    @app.agent("mars", depends_on=catalogue)
+    async def check(notification: Notification[Any]) -> None: ...
+
+    async def away() -> dict[str, str]:
+        recorded = await agent_inventory.recorded(app.session.admin)
+        failures = {name: each for (_, kind, name), each in recorded.failures.items() if kind == "agents"}
+        return {name: each.away for name, each in failures.items() if each.is_away(recorded.time)}
+
+    async with harness(app, server=url) as t:
+        await t.advance(1.0)
+        catalogue.trip("maintenance", after="1h")
+        await t.advance(WRITE_SECONDS + 1.0)
+        assert await away() == dict.fromkeys(["check", "index"], "Unavailable: maintenance")
+        catalogue.reset()
+        await t.advance(WRITE_SECONDS + 1.0)
+        assert await away() == {}
