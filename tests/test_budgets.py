@@ -10,8 +10,8 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 76_003,
-    "lines of the core": 41_932,
+    "lines": 76_017,
+    "lines of the core": 41_946,
     "lines of agents": 847,
     "lines of aviso": 2_792,
     "lines of aviso_workers": 4_496,
@@ -20,7 +20,7 @@ BUDGETS = {
     "lines of config": 2_899,
     "lines of console": 3_353,
     "lines of declare": 4_385,
-    "lines of engine": 8_112,
+    "lines of engine": 8_126,
     "lines of jetstream": 2_503,
     "lines of ops": 14_986,
     "lines of projects": 77,
@@ -30,7 +30,7 @@ BUDGETS = {
     "lines of telemetry": 2_303,
     "lines of worker": 1_079,
     "modules that a plain worker loads": 162,
-    "lines that a plain worker loads": 34_457,
+    "lines that a plain worker loads": 34_471,
     "modules of the reading list": 33,
     "lines of the reading list": 10_777,
     "files that use tables": 10,

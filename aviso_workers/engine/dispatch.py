@@ -479,7 +479,8 @@ class Dispatch:
         elif was == GATE:
             self._leave_gate(delivery)
         delivery.place = place
-        self.special = self.special or place not in (GONE, BEHIND, READY)
+        # What is recorded before it begins is not taken at once; see `Flow.take_now`.
+        self.special = self.special or place not in (GONE, BEHIND, READY) or delivery.begin is not None
         if place in QUEUES:
             queue = self._queue(place)
             if first:

@@ -171,7 +171,7 @@ class Flow:
     @property
     def has_many_retries(self) -> bool:
         """Whether retries that may begin are half of all that is held while the pace is not free."""
-        return len(self.dispatch.again) >= PACED_PREFETCH // 2
+        return len(self.dispatch.again) >= max(1, min(PACED_PREFETCH, self._most) // 2)
 
     def behind(self, sequence: int) -> int:
         """Return how many wait until the one of this sequence, the first of its key, is done."""
@@ -485,8 +485,11 @@ class Flow:
         dispatch, waiting = self.dispatch, self.waiting
         capacity = self._prefetch - waiting
         if dispatch.special or self.ordered:
-            if self._pace is not None and not self._pace.free and self._most > 1:
-                capacity = max(capacity, PACED_PREFETCH - waiting)
+            if self._pace is not None and not self._pace.free:
+                paced = PACED_PREFETCH - waiting
+                if self._most == 1:  # it holds one at a time, and besides that retries, which may wait for long
+                    paced = min(paced, 1 - len(dispatch.ready))
+                capacity = max(capacity, paced)
             if waiting and len(dispatch.ready) + len(dispatch.again) < self.workers:
                 capacity += self._surplus(waiting)
         if not dispatch.waiting_bytes:

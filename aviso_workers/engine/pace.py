@@ -132,7 +132,7 @@ class Pace:
 
     def note_begin(self, now: float, random: float, *, again: bool) -> None:
         """Note that one begins."""
-        if (self.retries == 0) if again else self.is_shut:
+        if self.retries == 0 or (self.is_shut and not again):
             self._next = now + self._interval * (1 + JITTER * random)
             if self.away:
                 self._interval = min(LONGEST_SECONDS, self._interval * GROWTH)

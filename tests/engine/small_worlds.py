@@ -395,6 +395,8 @@ class World:
             delivery: Any = dispatch.begin(self.now)
             if is_plain and copy != nameof(delivery):
                 raise BrokenError("what begins by the short way begins by the long way")
+            if is_plain and delivery is not None and delivery.begin is not None:
+                raise BrokenError("what is recorded before it begins does not begin by the short way")
             if delivery is None:
                 if self.now >= dispatch.again_at(self.now):
                     raise BrokenError("the time to ask again is a later one, where nothing begins now")

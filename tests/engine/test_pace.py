@@ -95,6 +95,15 @@ def test_retries_of_what_is_away_stop_no_first_try(agent: Agent) -> None:
     assert agent.lets(now=FIRST_SECONDS) == (True, True)
 
 
+def test_first_tries_of_what_is_away_leave_no_time_for_retries(agent: Agent) -> None:
+    agent.fail(FULL, again=True, away=True)
+    for second in range(1, 90):  # one first try a second comes, as slowly as retries are made
+        assert agent.lets(now=second)[0]
+        agent.pace.note_begin(second, 0.0, again=False)
+        assert agent.lets(now=second + 0.9) == (True, False)
+        agent.fail(1, now=second + 0.9)
+
+
 # In which order
 
 
