@@ -108,7 +108,7 @@ class LoopClock:
     time_ns = staticmethod(time.time_ns)
 
     async def sleep(self, seconds: float) -> None:
-        await anyio.sleep(seconds)
+        await anyio.sleep(max(0.0, seconds))
 
 
 class VirtualClock:

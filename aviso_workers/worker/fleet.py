@@ -338,15 +338,15 @@ class Fleet:
     async def _kill_late(self, place: _Slot) -> None:
         """Kill the process where it does not end in time, once it is about to end."""
         await place.ends.wait()
-        began = time.monotonic()
+        began = anyio.current_time()
         with anyio.move_on_after(self._drain_timeout_seconds + KILL_SECONDS):
             if place is self.console:
                 await self._workers_ended.wait()
-                await anyio.sleep(began + CONSOLE_SECONDS - time.monotonic())
+                await anyio.sleep_until(began + CONSOLE_SECONDS)
             else:
                 await place.hurries.wait()
                 await anyio.sleep(KILL_SECONDS)
-        log.error("process.killed", process=place.name, seconds=round(time.monotonic() - began, 1))
+        log.error("process.killed", process=place.name, seconds=round(anyio.current_time() - began, 1))
         place.kill()
 
     async def _start(self, place: _Slot, line: int) -> Process:

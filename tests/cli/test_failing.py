@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -118,8 +119,9 @@ def test_what_is_retried_is_listed_with_what_waits_behind_it(run: Run, config: P
     names, row, state = ran.lines
     assert (ran.code, ran.err) == (0, "")
     assert names.split("  ")[0] == "SEQUENCE"
-    sequence, *attempt, _, error, key, behind = row.split()
-    assert (sequence, " ".join(attempt), error, key, behind) == ("1", "2 of 6", "ValueError", "od", "2")
+    sequence, attempt, _, error, key, behind, blocked = re.split(" {2,}", row)
+    assert (sequence, attempt, key, behind, blocked) == ("1", "2 of 6", "od", "2", "no")
+    assert error.startswith("ValueError: no index for this step")
     assert state.startswith("MARS: retrying since 20")
     (document,) = run("agents", "retrying", "field", "index", "--json", "--config", config).lines
     assert (json.loads(document)["sequence"], json.loads(document)["attempt"]) == (1, 1)

@@ -106,7 +106,7 @@ async def test_a_page_shows_what_changes_and_the_browser_has_no_complaint(
         await page.goto("/agents")
         await page.get_by_label("Text").fill("half a wo")
         await publish(app, 3)
-        await expect(page.locator("#live")).to_contain_text("1 wait for your decision", timeout=PATIENCE_MS)
+        await expect(page.locator("#live")).to_contain_text("blocked at MARS@1", timeout=PATIENCE_MS)
         assert await page.get_by_label("Text").input_value() == "half a wo", "what somebody types stays"
         for address in addresses():
             await page.goto(address)
@@ -125,11 +125,11 @@ async def test_a_page_whose_updates_are_paused_stays_as_it_is(
         page.on("request", lambda request: asked.append(request.url))
         await publish(app, 3)
         async with console.client() as client:
-            await shown(client, "/agents", "1 wait for your decision")
-        assert "1 wait for your decision" not in await page.content()
+            await shown(client, "/agents", "blocked at MARS@1")
+        assert "blocked at MARS@1" not in await page.content()
         assert [each for each in asked if not each.endswith("/icon.svg")] == []
         await page.get_by_role("link", name="Update again").click()
-        await expect(page.locator("#live")).to_contain_text("1 wait for your decision", timeout=PATIENCE_MS)
+        await expect(page.locator("#live")).to_contain_text("blocked at MARS@1", timeout=PATIENCE_MS)
         assert page.url.endswith("/agents?order=lag"), "order and filter stay in the address"
 
 

@@ -260,7 +260,7 @@ def test_a_console_of_a_reloaded_fleet_has_the_new_configuration(serve: Callable
     section = '"application": {"base_url": "http://changed.example"}, "workers": {'
     file.write_text(file.read_text().replace("many", "1000").replace('"workers": {', section))
     served.shows("/settings", "http://changed.example")
-    assert served.command.end(signal.SIGTERM) == 0
+    assert served.command.end(signal.SIGTERM) == 0, "".join(served.command.told)
 
 
 def test_a_console_that_others_would_reach_without_users_is_refused(start: Start, file: Path) -> None:

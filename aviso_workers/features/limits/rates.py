@@ -264,9 +264,11 @@ class RateTokens(KeyLimit):
         revision = entry.revision if entry is not None else 0
         if revision != leased.revision:
             # Nobody leases more than this, if the server's clock was not set back meanwhile. So an earlier version with
-            # a longer time between calls, and a foreign value, stop nobody for long.
-            latest = server_now + CHUNK_SECONDS + max(self._interval, CHUNK_SECONDS) + SKEW.total_seconds()
-            leased.until, leased.revision = min(max(leased.until, _until(entry)), latest), revision
+            # a longer time between calls, and a foreign value, stop nobody for long. It counts where a record is lost.
+            most = server_now + CHUNK_SECONDS + max(self._interval, CHUNK_SECONDS)
+            recorded = most if entry is None and leased.revision > 0 else _until(entry)
+            leased.until = min(max(leased.until, recorded), most + SKEW.total_seconds())
+            leased.revision = revision
         gathered = GATHERED_SECONDS if self._interval < GATHERED_SECONDS else 0.0
         begin = max(leased.until, server_now - gathered)
         if (early := begin - server_now - CHUNK_SECONDS) > 0:
