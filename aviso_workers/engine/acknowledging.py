@@ -227,8 +227,8 @@ class Settler:
         """Have delivered at once what was left to others without being tried, as the pace opens or the worker ends."""
         now = self._clock.monotonic()
         for due, delivery in self._untried:
-            if due - now > UNTRIED_LEAST_SECONDS and delivery.held:
-                delivery.nak()
+            if due - now > UNTRIED_LEAST_SECONDS:
+                delivery.redeliver()
         self._untried.clear()
 
     def note_unsigned(self, message: Message) -> None:
@@ -283,19 +283,12 @@ class Settler:
 
         The dead letter of a `DeadLetter` is stored, with `message` as the original. Where that fails, it is `Again`.
         """
-        retry = self._agent.policy.retry
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             return classified
+        record = PriorRecord(failures=failures, away_since=self._now() - away_seconds if away_seconds else 0.0)
         away = self._note_failure(classified, again=bool(failures) or away_seconds is not None)
-        if (uncounted := verdicts.uncounted_seconds(classified)) is not None:
-            return Again(after_seconds=uncounted, reason=UNCOUNTED)
-        if away and (away_seconds or 0.0) <= self.outage.patience:
-            asked = self.outage.asked_seconds(classified.error)
-            return Again(after_seconds=max(AWAY.delay_seconds(1), asked), reason=UNAVAILABLE)
-        verdict = (
-            DeadLetter(reason=UNAVAILABLE) if away else verdicts.decide(classified, failures=failures, retry=retry)
-        )
+        verdict = self._judge(classified, record, away=away)
         if isinstance(verdict, Again):
             return verdict
         try:
@@ -309,7 +302,8 @@ class Settler:
                 part=part,
             )
         except BackendError:
-            return Again(after_seconds=retry.delay_seconds(failures + 1), reason="dead_letter_failed")
+            delay = self._agent.policy.retry.delay_seconds(failures + 1)
+            return Again(after_seconds=delay, reason="dead_letter_failed")
         if self._on_dead_letter is not None:
             error = classified.error
             await self._on_dead_letter(message, verdict.reason, attempts=failures + 1, error=error, window=window)
@@ -412,17 +406,12 @@ class Settler:
         away = self._depends and self._note_failure(
             classified, again=record.tried, call=started if self._together else None, key=self._key(delivery)
         )
-        spared = self._spared(record, classified, away=away)
-        if spared is not None:
-            await self._spare(delivery, record, spared, classified.error, emit)
-            return
-        verdict: Verdict = (
-            DeadLetter(reason=UNAVAILABLE)
-            if away
-            else verdicts.decide(classified, failures=record.failures, retry=self._agent.policy.retry)
-        )
+        verdict = self._judge(classified, record, away=away)
         attempt = record.failures + (classified.final != "skipped" and not away)
         if isinstance(verdict, Again):
+            if verdict.reason in NO_ATTEMPT:
+                await self._spare(delivery, record, verdict, classified.error, emit)
+                return
             outcome = self._again(delivery, verdict, classified.error, attempt=attempt, took_seconds=seconds)
         elif (refused := await self._dead_letter(delivery, record, verdict, classified.error, attempt, emit)) is None:
             return
@@ -492,16 +481,22 @@ class Settler:
         self.outage.failed(failure.error, again=again, away=away, call=call, key=key)
         return away
 
-    def _spared(self, record: PriorRecord, failure: Failure, *, away: bool) -> Again | None:
-        """Return after how long and why to try again what has failed without using an attempt, because something is
-        away, or because the author says so; else None.
+    def _judge(self, failure: Failure, record: PriorRecord, *, away: bool) -> Verdict:
+        """Return what becomes of what has failed. It is `Again`, and no attempt, where the reason is one of
+        `NO_ATTEMPT`: something is away, or the author says so.
         """
         if away and (not record.away_since or self._now() - record.away_since <= self.outage.patience):
-            grown = record.waits + (not record.waits or self.successes > record.succeeded)
             asked = self.outage.asked_seconds(failure.error)
-            return Again(after_seconds=max(AWAY.delay_seconds(grown), asked), reason=UNAVAILABLE)
-        uncounted = verdicts.uncounted_seconds(failure)
-        return None if uncounted is None else Again(after_seconds=uncounted, reason=UNCOUNTED)
+            return Again(after_seconds=max(AWAY.delay_seconds(self._waits(record)), asked), reason=UNAVAILABLE)
+        if (uncounted := verdicts.uncounted_seconds(failure)) is not None:
+            return Again(after_seconds=uncounted, reason=UNCOUNTED)
+        if away:
+            return DeadLetter(reason=UNAVAILABLE)
+        return verdicts.decide(failure, failures=record.failures, retry=self._agent.policy.retry)
+
+    def _waits(self, record: PriorRecord) -> int:
+        """Return how often the wait of what is away grows, with this failure."""
+        return record.waits + (not record.waits or self.successes > record.succeeded)
 
     async def _spare(
         self,
@@ -515,9 +510,12 @@ class Settler:
         await self._failures.clear(delivery)  # or its next delivery would be handled alone
         before, record = record, structs.replace(record, uncounted=record.uncounted + 1)
         if spared.reason == UNAVAILABLE:
-            grown = record.waits + (not record.waits or self.successes > record.succeeded)
-            since = record.away_since or self._now()
-            record = structs.replace(record, waits=grown, succeeded=self.successes, away_since=since)
+            record = structs.replace(
+                record,
+                waits=self._waits(record),
+                succeeded=self.successes,
+                away_since=record.away_since or self._now(),
+            )
         delivery.record = record
         if not self._flow.ordered:
             self._failures.note_postponed(delivery, record)

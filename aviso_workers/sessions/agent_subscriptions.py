@@ -117,7 +117,7 @@ class AgentSubscriptions:
         singleton_calls = SingletonCalls() if policy.singleton else None
         outage, gate = self._outage(agent, where.topic)
         limits, of_limits = self._limits(agent, where.topic)
-        stops: list[KeyGate | KeyLimit] = [*([gate] if gate else []), *limits]
+        stops: list[KeyGate | KeyLimit] = [*limits, *([gate] if gate else [])]  # a gate has no try to give back
         flow = Flow(
             clock,
             workers=policy.concurrency,

@@ -277,6 +277,8 @@ def policy(schema: Mapping[str, EventType], agent: Agent[Any, Any]) -> dict[str,
         "order by": ", ".join(chosen.order_by) or "none",
         "limits": "; ".join(map(str, chosen.limits)) or "none",
     }
+    if chosen.depends_on:
+        rows["depends on"] = chosen.depends_on.name
     if chosen.singleton:
         rows["singleton"] = "one worker handles one at a time, in order"
     if agent.form is Batch:

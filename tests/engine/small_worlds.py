@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from aviso_workers.backends import Message
 from aviso_workers.engine import dispatch as places
+from aviso_workers.engine import pace
 from aviso_workers.engine.dispatch import Dispatch, _Line
 from aviso_workers.engine.pace import Pace
 from tests.deliveries import UnsettledDelivery
@@ -827,3 +829,35 @@ def first_stuck(idle: list[int], benign_from: list[list[int]]) -> int | None:
                 good.add(before)
                 idle.append(before)
     return next((number for number in range(len(benign_from)) if number not in good), None)
+
+
+LARGER = {
+    "failures, a lapse, a drain": Spec({"fail": 2, "distrust": 1, "drain": 1, "again": 1, "retry now": 1}),
+    "an outage": Spec({"outage": 1, "fail": 1, "drain": 1}, paced=True),
+    "one runs alone": Spec({"alone": 1, "fail": 1, "distrust": 1, "gather": 1}, screens=True),
+    "one with a place runs alone": Spec({"alone": 1, "fail": 1, "lose": 1, "retry now": 1}, screens=True, slot=True),
+    "places": Spec({"fail": 1, "lose": 1, "distrust": 1, "drain": 1, "recreate": 1}, slot=True),
+    "redeliveries, with places and a pace": Spec(
+        {"outage": 1, "alone": 1, "distrust": 1}, screens=True, slot=True, paced=True
+    ),
+}
+"""Worlds that take minutes each."""
+SMALL_NUMBERS = {"FULL": 2, "GAIN": 1, "FIFO": 1, "JITTER": 0.0, "GROWTH": 1.0}
+"""What the constants of `pace` are in a world, so that the pace has few states."""
+
+
+def main() -> None:
+    """Explore the larger worlds, or those that are named, and print how many states they have. Fails where an invariant
+    does not hold.
+    """
+    vars(pace).update(SMALL_NUMBERS)
+    broken = False
+    for name in sys.argv[1:] or LARGER:
+        found = explore(LARGER[name])
+        print(f"{name}: {found}", flush=True)
+        broken = broken or bool(found.broken)
+    sys.exit(broken)
+
+
+if __name__ == "__main__":
+    main()
