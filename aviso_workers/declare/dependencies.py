@@ -204,13 +204,15 @@ def is_unavailable(error: BaseException, kinds: tuple[type[BaseException], ...] 
     belongs to none of the packages that keep such limits for their callers. It is that of a library if its module is
     installed or belongs to Python, and is of another package than the function that the engine has called.
 
+    A group of errors, as a task group raises, says so if each of them does.
+
     An error may be an object of the author's, and whatever it raises when it is looked at says nothing.
     """
     with suppress(Exception):
         if getattr(error, OWN_TIMEOUT, False):
             return False  # whatever the call was ended in
         author = next(map(_package, _callers(error.__traceback__)), "")
-        return any(_is_away(each, kinds, author) for each in _causes(error))
+        return _says_away(error, kinds, author)
     return False
 
 
@@ -218,6 +220,8 @@ def retry_after_seconds(error: BaseException, now: datetime) -> float:
     """Return how long a server asks to wait by `Retry-After` (RFC 9110, 10.2.3); 0 where it does not ask."""
     with suppress(Exception):
         for each in _causes(error):
+            if isinstance(each, BaseExceptionGroup):
+                return max(retry_after_seconds(inner, now) for inner in each.exceptions)
             if isinstance(each, Unavailable) and each.after is not None:
                 return min(each.after, LONGEST_RETRY_AFTER_SECONDS)
             holder = getattr(each, "response", each)
@@ -250,6 +254,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             return
         yield found
         found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+
+
+def _says_away(error: BaseException, kinds: tuple[type[BaseException], ...], author: str) -> bool:
+    return any(
+        all(_says_away(inner, kinds, author) for inner in each.exceptions)
+        if isinstance(each, BaseExceptionGroup)
+        else _is_away(each, kinds, author)
+        for each in _causes(error)
+    )
 
 
 def _is_away(error: BaseException, kinds: tuple[type[BaseException], ...], author: str) -> bool:

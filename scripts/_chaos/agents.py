@@ -16,7 +16,7 @@ from msgspec import Struct
 from _chaos import versions
 from aviso_workers import App, Batch, Batching, Notification, RetryPolicy, Router, Stream
 
-__all__ = ["APP", "EVENT", "Deed", "app", "router"]
+__all__ = ["APP", "AWAY", "EVENT", "MENDED", "Deed", "app", "router"]
 
 VERSION = versions.VERSIONS.get(os.environ.get(versions.VARIABLE, ""))
 """Of which version this process is; None where there is one."""
@@ -25,6 +25,8 @@ APP = "endurance"
 EVENT = "deed"
 ACK_WAIT_SECONDS = 2.0
 RETRY = RetryPolicy(first=0.1, factor=2, max=2)
+AWAY, MENDED = ".away", ".mended"
+"""Files beside the record: while the first is there, what is needed is away; where the second is, nothing fails."""
 
 
 class Settings(Struct, frozen=True):
@@ -78,10 +80,16 @@ async def as_stream(stream: Stream[Deed]) -> None:
 async def _do(agent: str, notification: Notification[Deed]) -> None:
     deed = msgspec.convert(notification.payload, Deed)
     await anyio.sleep(deed.seconds)
-    if random.random() < deed.fails:
+    if _exists(AWAY):
+        raise ConnectionRefusedError("on purpose: what is needed is away")
+    if random.random() < deed.fails and not _exists(MENDED):
         raise RuntimeError("on purpose: failures are tried again, and at last become dead letters")
     # One write, so that processes do not tear each other's lines.
     os.write(_record(), f"{agent} {notification.identifier['number']}\n".encode())
+
+
+def _exists(suffix: str) -> bool:
+    return os.path.exists(f"{app.settings(router).record}{suffix}")
 
 
 @cache

@@ -153,6 +153,37 @@ class TestAway:
         assert is_unavailable(error, (DatabaseGoneError,))
         assert is_unavailable(TimeoutError(), (TimeoutError,))
 
+    @pytest.mark.parametrize("group", [anyio.create_task_group, asyncio.TaskGroup])
+    async def test_a_task_group_all_of_whose_errors_say_it(self, group: Callable[[], Any], silent: int) -> None:
+        """A group beside them says nothing of others where one of its errors does not."""
+
+        async def ask() -> None:
+            async with httpx.AsyncClient(timeout=SHORT, trust_env=False) as client:
+                await client.get(f"http://127.0.0.1:{silent}")
+
+        async def limit() -> None:
+            async with asyncio.timeout(SHORT):
+                await asyncio.sleep(5)
+
+        def asked(*calls: Callable[[], Any]) -> Callable[[], Any]:
+            async def together() -> None:
+                async with group() as tasks:
+                    for call in calls:
+                        if isinstance(tasks, asyncio.TaskGroup):
+                            tasks.create_task(call())
+                        else:
+                            tasks.start_soon(call)
+
+            return together
+
+        assert is_unavailable(await failure(asked(ask)))
+        assert is_unavailable(await failure(asked(asked(ask))))
+        assert not is_unavailable(await failure(asked(limit)))
+        wrong = ExceptionGroup("both", [ConnectionRefusedError(), ValueError()])
+        assert not is_unavailable(wrong)
+        later = ExceptionGroup("both", [Unavailable("a", after=5), Unavailable("b", after=9)])
+        assert retry_after_seconds(later, datetime.now(UTC)) == 9
+
 
 class TestWrong:
     """What the author's code limits or raises says nothing of others."""
