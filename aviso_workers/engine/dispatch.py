@@ -58,9 +58,10 @@ class Limit(Protocol):
 class _Line:
     """The deliveries of one ordering key: those that wait, by sequence, and the one whose call runs."""
 
-    __slots__ = ("running", "waiting")
+    __slots__ = ("key", "running", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
         self.waiting: list[Delivery] = []
         self.running: Delivery | None = None
 
@@ -103,8 +104,6 @@ class Dispatch:
         """Whether `begin` has more to ask than for the first of `ready`."""
         self._pace = pace
         self._limits = limits
-        self._stops = bool(limits) or key is not None
-        """Whether the end of one may let another begin."""
         self._screens = screens
         self._pick = pick
         self._key = key
@@ -147,16 +146,18 @@ class Dispatch:
 
     def received_all(self, deliveries: Iterable[Delivery], now: float) -> None:
         """Note that deliveries have come together, which are new objects."""
-        if self._key is not None or self.gathering:
-            for delivery in deliveries:
-                self.received(delivery, now)
-            return
-        held, ready, size = self.held, self.ready, 0
+        held, ready, key_of, size = self.held, self.ready, self._key, 0
         for delivery in deliveries:
             message = delivery.message
-            if not message.data or delivery.num_delivered > 1 or message.sequence in held:
+            if not message.data or delivery.num_delivered > 1 or message.sequence in held or self.gathering:
                 self.received(delivery, now)
                 continue
+            if key_of is not None:
+                if self._lines.get(key := key_of(message.subject)) is not None:
+                    self.received(delivery, now)
+                    continue
+                line = delivery.line = self._lines[key] = _Line(key)
+                line.waiting.append(delivery)
             held[message.sequence] = delivery
             delivery.place = READY
             delivery.waiting_since = now
@@ -186,18 +187,21 @@ class Dispatch:
     def ended(self, delivery: Delivery, now: float) -> bool:
         """Note that a delivery was settled or given back, and return whether it was held."""
         held = self.held.get(delivery.message.sequence) is delivery
-        if held and delivery.place == RUNNING and not self._stops:
+        if held and delivery.place == RUNNING and not self._limits:
             del self.held[delivery.message.sequence]
             delivery.place = GONE
             self.running -= 1
             self.running_again -= delivery.tried
             if self.again:
                 self._share(delivery, now)
+            if (line := delivery.line) is not None:
+                line.running = None
+                self._next_of(line, now)
             return True
         if held:
             self._forget(delivery, now)
         if delivery.place == RUNNING and (line := self._stop(delivery, now)) is not None:
-            self._next_of(delivery, line, now)
+            self._next_of(line, now)
         return held
 
     def wait(self, delivery: Delivery, now: float, *, until: float) -> None:
@@ -213,10 +217,10 @@ class Dispatch:
             delivery.at_once = False
             self.waiting_bytes += len(delivery.message.data)
             if line is not None:
-                self._lines.setdefault(self._key_of(delivery), line)
+                self._lines.setdefault(line.key, line)
             self._enter(delivery, now)
             if line is not None:
-                self._next_of(delivery, line, now)  # an earlier one may have come while this one ran
+                self._next_of(line, now)  # an earlier one may have come while this one ran
 
     def open(self, limit: Limit, key: Hashable, count: int, now: float) -> int:
         """Let up to so many of a limit's key be asked again; return for how many."""
@@ -443,9 +447,9 @@ class Dispatch:
     def _enter(self, delivery: Delivery, now: float) -> None:
         """Put one that waits from now on. It displaces the first of its key where it is an earlier one."""
         if self._key is not None:
-            line = self._lines.get(key := self._key_of(delivery))
+            line = self._lines.get(key := self._key(delivery.message.subject))
             if line is None:
-                line = self._lines[key] = _Line()
+                line = self._lines[key] = _Line(key)
             delivery.line = line
             head = line.waiting[0] if line.waiting else None
             if head is None or delivery.message.sequence > line.waiting[-1].message.sequence:
@@ -531,7 +535,7 @@ class Dispatch:
         self._clear(delivery)
         if (line := delivery.line) is not None:
             line.waiting.remove(delivery)
-            self._next_of(delivery, line, now)
+            self._next_of(line, now)
 
     def _clear(self, delivery: Delivery) -> None:
         """Note that a delivery, which has left its queue and does not run, is not held any more."""
@@ -539,18 +543,14 @@ class Dispatch:
         del self.held[delivery.message.sequence]
         self.waiting_bytes -= len(delivery.message.data)
 
-    def _next_of(self, left: Delivery, line: _Line, now: float) -> None:
+    def _next_of(self, line: _Line, now: float) -> None:
         if line.running is not None:
             return
         if line.waiting:
             if line.waiting[0].place == BEHIND:
                 self._put(line.waiting[0], now)
-        elif self._lines.get(key := self._key_of(left)) is line:
-            del self._lines[key]
-
-    def _key_of(self, delivery: Delivery) -> Hashable:
-        assert self._key is not None
-        return self._key(delivery.message.subject)
+        elif self._lines.get(line.key) is line:
+            del self._lines[line.key]
 
 
 def _sequence(delivery: Delivery) -> int:

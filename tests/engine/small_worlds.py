@@ -50,7 +50,7 @@ FAULTS = (
 """What may go wrong; a world says how often. `again` is always possible then, as nothing changes with it."""
 DISPATCH_STATE = """
 held ready again asked begun running running_again waiting_bytes trusted_until gathering closed only_alone special
-_at_once _single _ahead _stops _pace _limits _screens _pick _key _lines _gates _alone _timers _timed _turn
+_at_once _single _ahead _pace _limits _screens _pick _key _lines _gates _alone _timers _timed _turn
 """
 PACE_STATE = "free away credit retries closed_until most _window _interval _next _running _tell"
 """The attributes of the machine that `World.key` knows of. What is added to the machine is to be added there, or states
@@ -226,7 +226,7 @@ class World:
             if each is None or (twin := twins.get(each)) is not None:
                 return each and twins[each]
             if isinstance(each, _Line):
-                twin = twins[each] = _Line()
+                twin = twins[each] = _Line(each.key)
                 twin.waiting, twin.running = all_of(each.waiting), of(each.running)
             else:
                 twin = twins[each] = _twin(each)

@@ -109,7 +109,7 @@ class LapseLeavesLine(Dispatch):
         lines = {key: [*line.waiting] for key, line in self._lines.items()}
         withdrawn = super().withdraw(running=running)
         for key, waiting in lines.items():
-            self._lines.setdefault(key, _Line()).waiting.extend(waiting)
+            self._lines.setdefault(key, _Line(key)).waiting.extend(waiting)
         return withdrawn
 
 
