@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from functools import cache
 
 import anyio
@@ -16,7 +17,7 @@ from msgspec import Struct
 from _chaos import versions
 from aviso_workers import App, Batch, Batching, Notification, RetryPolicy, Router, Stream
 
-__all__ = ["APP", "AWAY", "EVENT", "MENDED", "Deed", "app", "router"]
+__all__ = ["APP", "AWAY", "BY_PROCESS", "EVENT", "MENDED", "Deed", "app", "router"]
 
 VERSION = versions.VERSIONS.get(os.environ.get(versions.VARIABLE, ""))
 """Of which version this process is; None where there is one."""
@@ -25,6 +26,8 @@ APP = "endurance"
 EVENT = "deed"
 ACK_WAIT_SECONDS = 2.0
 RETRY = RetryPolicy(first=0.1, factor=2, max=2)
+BY_PROCESS = ".by_process"
+"""The same record with the process and the time."""
 AWAY, MENDED = ".away", ".mended"
 """Files beside the record: while the first is there, what is needed is away; where the second is, nothing fails."""
 
@@ -85,7 +88,9 @@ async def _do(agent: str, notification: Notification[Deed]) -> None:
     if random.random() < deed.fails and not _exists(MENDED):
         raise RuntimeError("on purpose: failures are tried again, and at last become dead letters")
     # One write, so that processes do not tear each other's lines.
-    os.write(_record(), f"{agent} {notification.identifier['number']}\n".encode())
+    line = f"{agent} {notification.identifier['number']}"
+    os.write(_record(), f"{line}\n".encode())
+    os.write(_record(BY_PROCESS), f"{line} {os.getpid()} {time.monotonic()}\n".encode())
 
 
 def _exists(suffix: str) -> bool:

@@ -1,8 +1,8 @@
 """An outage of what agents need: every call fails, and says that something is away.
 
 Meanwhile a worker is killed, all workers are replaced one after another as by a rolling deploy, and a dead letter of
-before is handed back. When the outage ends, everything must be handled soon, in the order of its key, and nothing may
-have become a dead letter. The log of a worker must stay small.
+before is handed back. When the outage ends, everything must be handled soon, within each worker in the order of its
+key, and nothing may have become a dead letter. The log of a worker must stay small.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import anyio
 from rich.console import Console
 
-from _chaos.agents import APP, AWAY, EVENT, MENDED, Deed, router
+from _chaos.agents import APP, AWAY, BY_PROCESS, EVENT, MENDED, Deed, router
 from _chaos.chaos import LANES, Account, Place, Publisher, account
 from _chaos.clusters import start_nodes, stop_nodes
 from _chaos.deployment import Deployment
@@ -103,19 +103,23 @@ async def conduct(directory: Path, *, seconds: float, rate: float, stack: ExitSt
         place.send(signal.SIGTERM)
     for place in places:
         await place.ended()
-    _judge(deployment, accounts)
+    _judge(deployment, accounts, ended)
 
 
-def _judge(deployment: Deployment, accounts: list[Account]) -> None:
+def _judge(deployment: Deployment, accounts: list[Account], ended: float) -> None:
     wrong = [f"{each.agent} has {len(each.dead_lettered)} dead letters" for each in accounts if each.dead_lettered]
-    order = defaultdict[int, list[int]](list)
-    for line in deployment.record.read_text().splitlines():
-        agent, number = line.split()
+    order = defaultdict[tuple[str, int], list[int]](list)
+    last = defaultdict[str, float](float)
+    for line in Path(f"{deployment.record}{BY_PROCESS}").read_text().splitlines():
+        agent, number, process, at = line.split()
+        last[agent] = max(last[agent], float(at) - ended)
         if agent == "in_lanes" and int(number) != BAD:
-            order[int(number) % LANES].append(int(number))
+            order[process, int(number) % LANES].append(int(number))
+    for agent, seconds in last.items():
+        console.print(f"{agent}: the last one {seconds:.1f} s after the end")
     pairs = sum(later < earlier for of in order.values() for earlier, later in pairwise(of))
     if pairs:
-        wrong.append(f"{pairs} pairs of a key are out of order")
+        wrong.append(f"{pairs} pairs of a key are out of order within their worker")
     for file in sorted(deployment.log_dir.iterdir()):
         size = file.stat().st_size
         console.print(f"{file.name}: {size:,} bytes")
