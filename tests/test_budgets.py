@@ -10,8 +10,8 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 76_017,
-    "lines of the core": 41_946,
+    "lines": 76_048,
+    "lines of the core": 41_977,
     "lines of agents": 847,
     "lines of aviso": 2_792,
     "lines of aviso_workers": 4_496,
@@ -19,8 +19,8 @@ BUDGETS = {
     "lines of cli": 6_316,
     "lines of config": 2_899,
     "lines of console": 3_353,
-    "lines of declare": 4_385,
-    "lines of engine": 8_126,
+    "lines of declare": 4_393,
+    "lines of engine": 8_140,
     "lines of jetstream": 2_503,
     "lines of ops": 14_986,
     "lines of projects": 77,
@@ -30,9 +30,9 @@ BUDGETS = {
     "lines of telemetry": 2_303,
     "lines of worker": 1_079,
     "modules that a plain worker loads": 162,
-    "lines that a plain worker loads": 34_471,
+    "lines that a plain worker loads": 34_500,
     "modules of the reading list": 33,
-    "lines of the reading list": 10_777,
+    "lines of the reading list": 10_803,
     "files that use tables": 10,
     "files that use windows": 10,
     "files that use timers": 11,

@@ -19,6 +19,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 from typing import Any, Protocol
 
 from aviso_workers.aviso.codec import lacks_body
@@ -184,6 +185,12 @@ class Dispatch:
         self._run(delivery, delivery.waiting_since)
         return True
 
+    def put_off(self, delivery: Delivery, now: float, *, until: float) -> None:
+        """Have a delivery that was put to `asked` decided on again at a time."""
+        if delivery.place == ASKED:
+            delivery.due = until
+            self._put(delivery, now)
+
     def ended(self, delivery: Delivery, now: float) -> bool:
         """Note that a delivery was settled or given back, and return whether it was held."""
         held = self.held.get(delivery.message.sequence) is delivery
@@ -223,11 +230,14 @@ class Dispatch:
                 self._next_of(line, now)  # an earlier one may have come while this one ran
 
     def open(self, limit: Limit, key: Hashable, count: int, now: float) -> int:
-        """Let up to so many of a limit's key be asked again; return for how many."""
-        opened = self._gates.get((limit, key), [])[:count]
+        """Let up to so many of a limit's key be asked again; return for how many. Those before them that have to be
+        decided on first are not counted."""
+        waiting = self._gates.get((limit, key), [])
+        counted = list(accumulate((each.screened for each in waiting), initial=0))
+        opened = waiting[: bisect_left(counted, count)]
         for delivery in reversed(opened):
             self._put(delivery, now, first=True)
-        return len(opened)
+        return sum(each.screened for each in opened)
 
     def withdraw(self, *, running: bool = False) -> list[Delivery]:
         """Forget what waits, with `running` also what runs, and return it by sequence."""
@@ -424,6 +434,8 @@ class Dispatch:
                     before.take_back(delivery)
                 key = limit.gate(delivery)
                 delivery.place, delivery.limit = GATE, limit
+                if delivery is self._single:  # it is decided again when its limit lets it, and others have their turn
+                    self._single, delivery.screened = None, not self._screens
                 insort(self._gates.setdefault((limit, key), []), delivery, key=_sequence)
                 limit.wait(key)
                 return False

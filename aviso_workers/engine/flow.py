@@ -32,7 +32,7 @@ from aviso_workers.backends import Consumer, Delivery, Message
 from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.engine.dispatch import Dispatch, Limit
 from aviso_workers.engine.isolation import Isolation
-from aviso_workers.engine.pace import Pace
+from aviso_workers.engine.pace import LONGEST_SECONDS, Pace
 
 __all__ = ["MAX_PREFETCH", "PREFETCH_SECONDS", "Flow"]
 
@@ -51,6 +51,8 @@ MAX_PREFETCH = 1000
 """More at a time makes nothing faster. Also the most that wait for a limit and do not count as prefetched."""
 KEY_PREFETCH = 64
 """How many deliveries of an ordering key count as prefetched. Where its head waits for a retry, none do."""
+PUT_OFF_SECONDS = 10.0
+"""How long one that is to run alone is put off at most: somebody may say before that nothing is away any more."""
 PACED_PREFETCH = 250
 """How many are held while the pace is not free: with 64, what lies behind 500 bad ones came twenty times later."""
 
@@ -285,6 +287,8 @@ class Flow:
         if dispatch.special and dispatch.asked:
             self._redelivery.set()
         if delivery is None:
+            if self._isolation.alone is not None:
+                self._isolation.look()
             return None
         if self._idle and not self._waking and dispatch.may_begin():
             self._wake()  # each wakes the next one: to wake all is in vain where one of them takes everything
@@ -306,6 +310,15 @@ class Flow:
         """Let `take` return a redelivery that was decided on. Its `begin` is awaited first, where it has one."""
         self.dispatch.decided(delivery, self._clock.monotonic(), tried=tried, alone=alone, at_once=at_once)
         self._look()
+
+    def put_off(self, delivery: Delivery) -> bool:
+        """Have a redelivery decided on again later where nothing may begin for long, and return whether that is so."""
+        now = self._clock.monotonic()
+        if self._pace is None or self._pace.closed_until <= now + LONGEST_SECONDS:
+            return False
+        self.dispatch.put_off(delivery, now, until=min(self._pace.closed_until, now + PUT_OFF_SECONDS))
+        self._look()
+        return True
 
     def replace(self, delivery: Delivery, message: Message) -> None:
         """Put in place of a message without its body, which waits, the whole one."""

@@ -14,7 +14,7 @@ import anyio
 
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
-from aviso_workers.engine.dispatch import BEHIND, Dispatch
+from aviso_workers.engine.dispatch import BEHIND, GATE, Dispatch
 
 __all__ = ["Isolation"]
 
@@ -75,8 +75,9 @@ class Isolation:
             self._free.set()
 
     def look(self) -> None:
-        """Note that the notification which is to run alone may have to wait behind an earlier one of its key."""
-        if self.alone is not None and self.alone.place == BEHIND:
+        """Note that the notification which is to run alone may have to wait behind an earlier one of its key, or for a
+        limit: it gives way to others, and is decided on again."""
+        if self.alone is not None and self.alone.place in (BEHIND, GATE):
             self._ended.set()
 
     def _busy(self) -> bool:

@@ -28,7 +28,7 @@ from aviso_workers.declare.verdicts import Failure, PriorRecord
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.decisions import Decisions
-from aviso_workers.engine.dispatch import ASKED
+from aviso_workers.engine.dispatch import ASKED, BEHIND, GATE
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.shields import Shield
@@ -192,16 +192,19 @@ class Redeliveries:
             self._events.emit(ReadAgain(agent=self._agent, stream=self._stream))
 
     async def _run_alone(self, delivery: Delivery) -> None:
+        if self._flow.put_off(delivery):
+            return
         async with self._isolation.of(delivery):
-            if self._flow.closed or delivery.place != ASKED:
+            if self._flow.closed or delivery.place != ASKED or self._flow.put_off(delivery):
                 return
             delivery.begin = partial(self._begin, delivery, alone=True)
             self._flow.admit(delivery, tried=True, alone=True)
             try:
                 await self._isolation.ended()
             finally:
-                async with self._shield.hold():  # before it is given back, or it would count as a failure
-                    await self._failures.clear(delivery)
+                if delivery.place not in (BEHIND, GATE):
+                    async with self._shield.hold():  # before it is given back, or it would count as a failure
+                        await self._failures.clear(delivery)
 
     async def _begin(self, delivery: Delivery, *, alone: bool) -> None:
         async with self._shield.hold():  # a worker that is cancelled here would lose the delivery that it takes

@@ -373,6 +373,8 @@ class World:
             self.faults[event.name] -= 1
         getattr(self, "on_" + event.name.replace(" ", "_"))(*([] if event.of is None else [event.of]))
         self.begin_all()
+        if self.alone is not None and self.alone.place == places.GATE:
+            self.begin_all()
         while (asked := self.dispatch.take_asked()) is not None:
             self.deciding.append(asked)
         if self.suspected is not None and not self.dispatch.holds(self.suspected):
@@ -431,7 +433,7 @@ class World:
                 return
             alone.begin, self.admitted = BEGINS, True
             self.dispatch.decided(alone, self.now, tried=True, alone=True)
-        elif alone.place in (places.BEHIND, places.UNTIL, places.GONE) or not self.dispatch.holds(alone):
+        elif alone.place in (places.BEHIND, places.GATE, places.UNTIL, places.GONE) or not self.dispatch.holds(alone):
             self.alone = None
             self.on_ten_seconds_alone()
 

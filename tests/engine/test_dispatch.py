@@ -29,6 +29,9 @@ WORLDS = {
         {"alone": 1, "fail": 1, "lose": 1, "retry now": 1}, screens=True, slot=True, notifications=2
     ),
     "one of three runs alone": Spec({"alone": 1, "fail": 1}, screens=True, slot=True, redelivered=True),
+    "one of three runs alone, without places": Spec(
+        {"alone": 1, "trip": 1}, screens=True, paced=True, redelivered=True
+    ),
     "redeliveries are gathered": Spec({"start": 1, "fail": 1, "gather": 1}, screens=True),
     "places": Spec({"fail": 1, "lose": 1}, slot=True),
     "places and a rate": Spec({"fail": 1, "distrust": 1}, slot=True, rate=True),
@@ -282,7 +285,7 @@ PLANTED = [
     (PlaceIsLost, "places and a rate"),
     (OrphanFreesKey, "a stream is recreated"),
     (AloneAsksNoLimit, "one with a place runs alone"),
-    (AloneIsForgotten, "one of three runs alone"),
+    (AloneIsForgotten, "one of three runs alone, without places"),
     (UntriedIsCounted, "without an order"),
     (ShutForEver, "shut by a person"),
     (FirstTriesAreNotPaced, "shut by a person"),

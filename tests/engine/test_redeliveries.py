@@ -25,6 +25,7 @@ from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.isolation import ALONE_SECONDS, Isolation
 from aviso_workers.engine.outages import Outage
+from aviso_workers.engine.pace import Pace
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
@@ -89,13 +90,23 @@ Suspect = Callable[[int], Awaitable[Delivered]]
 class Worker:
     """What a worker process has for one agent, without the call form: the test takes deliveries from the flow."""
 
-    def __init__(self, backend: InMemoryBackend, facts: Facts, *, ordered: bool = False, concurrency: int = 1) -> None:
+    def __init__(
+        self,
+        backend: InMemoryBackend,
+        facts: Facts,
+        *,
+        ordered: bool = False,
+        concurrency: int = 1,
+        isolation: Isolation | None = None,
+        **of_flow: Any,
+    ) -> None:
         @Router("tests").agent("mars", concurrency=concurrency, retry=RetryPolicy(first=1.0, factor=1.0, jitter=0.0))
         async def index(notification: Notification[Any]) -> None: ...
 
         clock = backend.clock
-        self.isolation = Isolation(clock)
-        self.flow = Flow(clock, workers=1, least=1, key=str if ordered else None, isolation=self.isolation)
+        self.isolation = isolation or Isolation(clock)
+        key = str if ordered else None
+        self.flow = Flow(clock, workers=1, least=1, key=key, isolation=self.isolation, **of_flow)
         self.failures = self.failures_of_another(backend, facts)
         decisions = Decisions(backend, app="tests", agent="index", stream="MARS", flow=self.flow)
         shield = Shield(clock)
@@ -245,6 +256,70 @@ async def test_one_that_waits_for_others_begins_after_seconds_although_they_run(
         assert alone is await here.flow.take()
         here.flow.finish(alone)
         here.flow.close()
+
+
+class Refusing:
+    """A limit that lets nothing begin until it is told to."""
+
+    refuses = True
+
+    def gate(self, delivery: Delivery) -> str:
+        return ""
+
+    def admits(self, delivery: Delivery, now: float) -> bool:
+        return not self.refuses
+
+    def take_back(self, delivery: Delivery) -> None: ...
+
+    def release(self, delivery: Delivery) -> None: ...
+
+    def wait(self, key: str) -> None: ...
+
+
+async def test_one_that_a_limit_holds_lets_others_run_alone_and_then_runs_alone(
+    worker: Callable[..., Worker], suspect: Suspect
+) -> None:
+    limit = Refusing()
+    here = worker(limits=[limit])
+    held, other = await suspect(1), await suspect(2)
+    async with here.deciding():
+        here.flow.put(held)
+        with anyio.move_on_after(1.0):
+            await here.flow.take()
+        limit.refuses = False
+        here.flow.put(other)
+        assert await here.flow.take() is other
+        assert here.flow.alone(other)
+        here.flow.dispatch.open(limit, "", 1, anyio.current_time())
+        here.flow.wake()
+        here.flow.finish(other)
+        assert await here.flow.take() is held
+        assert here.flow.alone(held)
+        here.flow.finish(held)
+        here.flow.close()
+
+
+async def test_one_whose_pace_is_closed_for_long_lets_others_run_alone(
+    worker: Callable[..., Worker], suspect: Suspect
+) -> None:
+    pace = Pace(running=lambda: (0, 0), tell=lambda: None)
+    here = worker(pace=pace)
+    there = worker(isolation=here.isolation)
+    held, other = await suspect(1), await suspect(2)
+    pace.close(anyio.current_time() + 3600.0)
+    async with here.deciding(), there.deciding():
+        here.flow.put(held)
+        await anyio.wait_all_tasks_blocked()
+        assert here.isolation.alone is None
+        there.flow.put(other)
+        assert await there.flow.take() is other
+        there.flow.finish(other)
+        pace.reset()
+        assert await here.flow.take() is held
+        assert here.flow.alone(held)
+        here.flow.finish(held)
+        here.flow.close()
+        there.flow.close()
 
 
 async def test_a_taker_that_is_cancelled_while_the_beginning_is_recorded_has_what_it_takes(
