@@ -223,8 +223,6 @@ class Dispatch:
                 delivery.tried, delivery.screened = True, not self._screens or delivery.record is None
             delivery.at_once = False
             self.waiting_bytes += len(delivery.message.data)
-            if line is not None:
-                self._lines.setdefault(line.key, line)
             self._enter(delivery, now)
             if line is not None:
                 self._next_of(line, now)  # an earlier one may have come while this one ran
