@@ -8,6 +8,7 @@ key, and nothing may have become a dead letter. The log of a worker must stay sm
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import tempfile
@@ -160,6 +161,7 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
+    shutil.rmtree(directory)
     console.print("as it should be: nothing left, no dead letter, in order, and small logs")
     return 0
 
