@@ -412,7 +412,8 @@ class Settler:
             if verdict.reason in NO_ATTEMPT:
                 await self._spare(delivery, record, verdict, classified.error, emit)
                 return
-            outcome = self._again(delivery, verdict, classified.error, attempt=attempt, took_seconds=seconds)
+            again_in_seconds = self._again_in_seconds(delivery, verdict.after_seconds, took_seconds=seconds)
+            outcome = _Outcome("retried", verdict.reason, classified.error, attempt, again_in_seconds)
         elif (refused := await self._dead_letter(delivery, record, verdict, classified.error, attempt, emit)) is None:
             return
         else:
@@ -465,12 +466,6 @@ class Settler:
             self._last_failures.note_settled(self._agent.name, self._stream, delivery.message.sequence)
         await self._failures.forget(delivery, record)
 
-    def _again(
-        self, delivery: Delivery, verdict: Again, error: BaseException, *, attempt: int, took_seconds: float
-    ) -> _Outcome:
-        seconds = self._again_in_seconds(delivery, verdict.after_seconds, took_seconds=took_seconds)
-        return _Outcome("retried", verdict.reason, error, attempt, seconds)
-
     def _note_failure(self, failure: Failure, *, again: bool, call: object = None, key: Hashable = None) -> bool:
         """Tell the outage of a failure, and return whether something is away. What the author has answered, what can
         never be handled, and what no handler has raised says nothing of what the agent depends on.
@@ -510,12 +505,8 @@ class Settler:
         await self._failures.clear(delivery)  # or its next delivery would be handled alone
         before, record = record, structs.replace(record, uncounted=record.uncounted + 1)
         if spared.reason == UNAVAILABLE:
-            record = structs.replace(
-                record,
-                waits=self._waits(record),
-                succeeded=self.successes,
-                away_since=record.away_since or self._now(),
-            )
+            waits, since = self._waits(record), record.away_since or self._now()
+            record = structs.replace(record, waits=waits, succeeded=self.successes, away_since=since)
         delivery.record = record
         if not self._flow.ordered:
             self._failures.note_postponed(delivery, record)

@@ -19,7 +19,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate
 from typing import Any, Protocol
 
 from aviso_workers.aviso.codec import lacks_body
@@ -153,17 +152,23 @@ class Dispatch:
             if not message.data or delivery.num_delivered > 1 or message.sequence in held or self.gathering:
                 self.received(delivery, now)
                 continue
+            place = READY
             if key_of is not None:
-                if self._lines.get(key := key_of(message.subject)) is not None:
+                if (line := self._lines.get(key := key_of(message.subject))) is None:
+                    line = self._lines[key] = _Line(key)
+                elif line.waiting and line.waiting[-1].message.sequence > message.sequence:
                     self.received(delivery, now)
                     continue
-                line = delivery.line = self._lines[key] = _Line(key)
+                else:
+                    place = BEHIND
+                delivery.line = line
                 line.waiting.append(delivery)
             held[message.sequence] = delivery
-            delivery.place = READY
+            delivery.place = place
             delivery.waiting_since = now
             size += len(message.data)
-            ready.append(delivery)
+            if place == READY:
+                ready.append(delivery)
         self.waiting_bytes += size
 
     def decided(
@@ -231,11 +236,15 @@ class Dispatch:
         """Let up to so many of a limit's key be asked again; return for how many. Those before them that have to be
         decided on first are not counted."""
         waiting = self._gates.get((limit, key), [])
-        counted = list(accumulate((each.screened for each in waiting), initial=0))
-        opened = waiting[: bisect_left(counted, count)]
+        opened, left = list[Delivery](), count
+        for delivery in waiting:
+            if not left:
+                break
+            opened.append(delivery)
+            left -= delivery.screened
         for delivery in reversed(opened):
             self._put(delivery, now, first=True)
-        return sum(each.screened for each in opened)
+        return count - left
 
     def withdraw(self, *, running: bool = False) -> list[Delivery]:
         """Forget what waits, with `running` also what runs, and return it by sequence."""

@@ -331,7 +331,8 @@ def _is_shut(known: _KeyPace) -> bool:
 
 
 def _is_asked_by_author(error: BaseException) -> bool:
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, Unavailable):
-        found = found.__cause__
-    return found is not None and found.after is not None
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_is_asked_by_author, error.exceptions))
+    if isinstance(error, Unavailable):
+        return error.after is not None
+    return error.__cause__ is not None and _is_asked_by_author(error.__cause__)

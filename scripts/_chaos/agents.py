@@ -1,6 +1,6 @@
 """The app that is tried: an agent of each call form, and each of them gets every notification.
 
-What an agent has handled it writes, a line each, into a file that all worker processes share.
+What an agent has handled it writes, a line each with the process and the time, into a file that all workers share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import Struct
 from _chaos import versions
 from aviso_workers import App, Batch, Batching, Notification, RetryPolicy, Router, Stream
 
-__all__ = ["APP", "AWAY", "BY_PROCESS", "EVENT", "MENDED", "Deed", "app", "router"]
+__all__ = ["APP", "AWAY", "EVENT", "MENDED", "Deed", "app", "router"]
 
 VERSION = versions.VERSIONS.get(os.environ.get(versions.VARIABLE, ""))
 """Of which version this process is; None where there is one."""
@@ -26,8 +26,6 @@ APP = "endurance"
 EVENT = "deed"
 ACK_WAIT_SECONDS = 2.0
 RETRY = RetryPolicy(first=0.1, factor=2, max=2)
-BY_PROCESS = ".by_process"
-"""The same record with the process and the time."""
 AWAY, MENDED = ".away", ".mended"
 """Files beside the record: while the first is there, what is needed is away; where the second is, nothing fails."""
 
@@ -88,9 +86,8 @@ async def _do(agent: str, notification: Notification[Deed]) -> None:
     if random.random() < deed.fails and not _exists(MENDED):
         raise RuntimeError("on purpose: failures are tried again, and at last become dead letters")
     # One write, so that processes do not tear each other's lines.
-    line = f"{agent} {notification.identifier['number']}"
-    os.write(_record(), f"{line}\n".encode())
-    os.write(_record(BY_PROCESS), f"{line} {os.getpid()} {time.monotonic()}\n".encode())
+    number = notification.identifier["number"]
+    os.write(_record(), f"{agent} {number} {os.getpid()} {time.monotonic()}\n".encode())
 
 
 def _exists(suffix: str) -> bool:

@@ -90,7 +90,7 @@ class Deployment:
         """Return how often each agent has handled each notification so far, by the notification's number."""
         handled = {agent.name: Counter[int]() for agent in router.agents}
         for line in self.record.read_text().splitlines():
-            agent, number = line.split()
+            agent, number, *_ = line.split()
             handled.setdefault(agent, Counter())[int(number)] += 1
         return handled
 

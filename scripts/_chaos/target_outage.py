@@ -22,7 +22,7 @@ from pathlib import Path
 import anyio
 from rich.console import Console
 
-from _chaos.agents import APP, AWAY, BY_PROCESS, EVENT, MENDED, Deed, router
+from _chaos.agents import APP, AWAY, EVENT, MENDED, Deed, router
 from _chaos.chaos import LANES, Account, Place, Publisher, account
 from _chaos.clusters import start_nodes, stop_nodes
 from _chaos.deployment import Deployment
@@ -111,7 +111,7 @@ def _judge(deployment: Deployment, accounts: list[Account], ended: float) -> Non
     wrong = [f"{each.agent} has {len(each.dead_lettered)} dead letters" for each in accounts if each.dead_lettered]
     order = defaultdict[tuple[str, int], list[int]](list)
     last = defaultdict[str, float](float)
-    for line in Path(f"{deployment.record}{BY_PROCESS}").read_text().splitlines():
+    for line in deployment.record.read_text().splitlines():
         agent, number, process, at = line.split()
         last[agent] = max(last[agent], float(at) - ended)
         if agent == "in_lanes" and int(number) != BAD:
@@ -160,6 +160,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         console.print("interrupted")
+        shutil.rmtree(directory)
         return 130
     shutil.rmtree(directory)
     console.print("as it should be: nothing left, no dead letter, in order, and small logs")

@@ -80,9 +80,14 @@ def test_of_an_agent_with_few_notifications_failures_alone_for_long_are_an_outag
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_the_author_may_ask_that_all_is_left_alone_for_a_while(clock: Clock, facts: Facts, declared: bool) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_the_author_may_ask_that_all_is_left_alone_for_a_while(
+    clock: Clock, facts: Facts, declared: bool, together: bool
+) -> None:
+    """Also from a task of a group."""
     outage = outage_of(clock, facts, Flow(), declared=declared)
-    outage.failed(Unavailable("maintenance", after=60), again=False, away=True)
+    asked = Unavailable("maintenance", after=60)
+    outage.failed(ExceptionGroup("tasks", [asked]) if together else asked, again=False, away=True)
     assert outage.pace.closed_until == clock.monotonic() + 60
 
 
