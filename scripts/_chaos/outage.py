@@ -32,8 +32,8 @@ may have more to do."""
 HANDLED_SECONDS = 60.0
 STOP_SECONDS = 60.0
 ASK_SECONDS = 1.0
-MAX_CPU = 0.01
-"""Of one core."""
+MAX_CPU = 0.02
+"""Of one core; it is half of that where nothing else runs."""
 
 console = Console(highlight=False, soft_wrap=True, markup=False)
 

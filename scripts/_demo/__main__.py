@@ -30,7 +30,7 @@ from _demo.operator import act
 from aviso_workers.errors import AvisoWorkersError
 
 INDEX_SECONDS = 120.0
-SPARK_SECONDS = 150.0
+SPARK_SECONDS = 300.0
 REPORT_SECONDS = 120.0
 LAG_SECONDS = 120.0
 

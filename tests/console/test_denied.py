@@ -173,9 +173,10 @@ async def test_each_page_shows_what_it_may_and_names_what_is_denied(
     nats_server: NatsServer, config: Config, app: App, lacks: list[Lack]
 ) -> None:
     wrong: list[str] = []
+    few = anyio.CapacityLimiter(3)  # a page says after 8 s that its server is too slow
 
     async def look(lack: Lack) -> None:
-        async with served(config_of(nats_server, lack)) as console:
+        async with few, served(config_of(nats_server, lack)) as console:
             found = await pages(console)
         begin = f"the server denies our user .*{re.escape(denied_by(lack).rstrip('*>').rstrip('.'))}"
         for path, (status, text) in found.items():

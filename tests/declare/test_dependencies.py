@@ -250,6 +250,7 @@ def test_a_server_says_when_to_come_again() -> None:
         return retry_after_seconds(error, now)
 
     assert [asked("30"), asked("Sun, 29 Nov 2026 06:01:00 GMT"), asked("soon")] == [30, 60, 0]
+    assert [asked("-30"), asked("Sun, 29 Nov 2026 05:59:00 GMT")] == [0, 0], "a time that has passed"
     assert retry_after_seconds(Unavailable(after="5m"), now) == 300
     assert retry_after_seconds(ValueError(), now) == 0
 

@@ -11,7 +11,7 @@ from aviso_workers import Dependency, Unavailable
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import outages
 from aviso_workers.engine.outages import UNANSWERED_SECONDS, KeyGate, Outage
-from aviso_workers.engine.pace import FULL
+from aviso_workers.engine.pace import FULL, LONGEST_SECONDS
 from aviso_workers.events import OutageBegan
 from tests.engine.conftest import Facts
 
@@ -28,12 +28,14 @@ class Flow:
 
     def __init__(self, *, running: int = 0, running_again: int = 0) -> None:
         self.opened: list[Any] = []
+        self.at_keys = 0
+        """How many deliveries wait at each key."""
         self.dispatch = SimpleNamespace(
             running=running,
             running_again=running_again,
             special=False,
             open=lambda limit, key, count, now: self.opened.append((key, count)),
-            waiting_at=lambda limit, key: 0,
+            waiting_at=lambda limit, key: self.at_keys,
         )
         self.waiting = 0
 
@@ -158,3 +160,20 @@ class TestKeys:
         assert outage.keys["a"].running == 1
         gate.release(running)
         assert outage.keys["a"].running == 0
+
+    @pytest.mark.anyio
+    async def test_those_that_still_wait_at_a_key_are_asked_again(self, clock: Clock, facts: Facts) -> None:
+        """The first of two that wait may begin, and become a dead letter of which the outage is not told."""
+        outage = outage_of(clock, facts, by=("class",))
+        gate, flow = gate_of(outage, clock)
+        self.shut(outage, "a")
+        flow.at_keys = 2
+
+        def begin(_: object, key: str, count: int, now: float) -> bool:
+            flow.at_keys -= gate.admits(delivery(key), now)
+            return True
+
+        flow.dispatch.open = begin
+        gate.wait("a")
+        await clock.advance(60.0)
+        assert flow.at_keys == 0

@@ -378,6 +378,45 @@ async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
     assert facts.of(Settled) == []
 
 
+async def test_the_wait_of_what_is_away_grows_only_where_something_has_succeeded_since(
+    worker: Callable[..., Worker],
+) -> None:
+    here, failing, other = worker(), Delivered(1, num_delivered=1), Delivered(2, num_delivered=1)
+    waits: list[int] = []
+
+    async def fail_once_more() -> None:
+        known = failing.record
+        here.flow.put(failing)
+        assert await here.flow.take() is failing
+        failing.record = known
+        await here.settler.settle(failing, Failure(ConnectionRefusedError()), started=0.0)
+        waits.append(failing.record.waits)
+
+    await fail_once_more()
+    await fail_once_more()
+    here.flow.put(other)
+    assert await here.flow.take() is other
+    assert here.settler.succeeded(other, started=0.0)
+    await fail_once_more()
+    assert waits == [1, 1, 2]
+
+
+async def test_what_was_left_to_others_is_asked_for_again_once(worker: Callable[..., Worker]) -> None:
+    class Left(Delivered):
+        def redeliver(self) -> None:
+            self.settled.append("asked for again")
+
+    here, failing, left = worker(), Delivered(1, num_delivered=1), Left(2, num_delivered=1)
+    here.flow.put(failing)
+    assert await here.flow.take() is failing
+    here.flow.put(left)
+    here.settler.outage.pace.shut(anyio.current_time())
+    await here.settler.settle(failing, Failure(ConnectionRefusedError()), started=0.0)
+    here.settler.call_back()
+    here.settler.call_back()
+    assert left.settled == ["nak", "asked for again"]
+
+
 @pytest.mark.slow
 async def test_the_failures_of_however_many_that_wait_in_order_are_remembered(
     facts: Facts, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch

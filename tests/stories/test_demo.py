@@ -94,10 +94,12 @@ class Demo:
 
     def wait_for(self, word: str) -> str:
         assert self.process.stdout is not None
+        said = []
         for line in self.process.stdout:
             if line.startswith(word):
                 return line
-        pytest.fail(f"the demo ended before it said {word!r}")
+            said.append(line)
+        pytest.fail(f"the demo ended before it said {word!r}:\n{''.join(said)}")
 
     def wait(self, *, within_seconds: float) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=within_seconds)
@@ -126,7 +128,7 @@ def start_demo(tmp_path: Path) -> Iterator[list[Demo]]:
     yield demos
     for demo in demos:
         demo.process.terminate()
-        demo.process.wait(PATIENCE_SECONDS)
+        demo.process.communicate(timeout=PATIENCE_SECONDS)
 
 
 def start(demos: list[Demo], directory: Path, *arguments: str, **environment: str) -> Demo:
@@ -138,7 +140,7 @@ def start(demos: list[Demo], directory: Path, *arguments: str, **environment: st
 def test_demo_ends_well_and_leaves_nothing_behind(start_demo: list[Demo], tmp_path: Path) -> None:
     demo = start(start_demo, tmp_path)
 
-    code, output = demo.wait(within_seconds=3 * PATIENCE_SECONDS)
+    code, output = demo.wait(within_seconds=6 * PATIENCE_SECONDS)
 
     assert code == 0, output
     assert "all as it should be" in output
