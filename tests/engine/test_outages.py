@@ -11,7 +11,7 @@ from aviso_workers import Dependency, Unavailable
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import outages
 from aviso_workers.engine.outages import UNANSWERED_SECONDS, KeyGate, Outage
-from aviso_workers.engine.pace import FULL, LONGEST_SECONDS
+from aviso_workers.engine.pace import FULL
 from aviso_workers.events import OutageBegan
 from tests.engine.conftest import Facts
 
