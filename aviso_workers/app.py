@@ -48,7 +48,6 @@ from aviso_workers.declare.dependencies import Dependency
 from aviso_workers.declare.resources import Needing, Resource
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
-from aviso_workers.declare.unawaited_calls import unawaited_calls
 from aviso_workers.declare.windows import Window
 from aviso_workers.engine.publisher import encode
 from aviso_workers.engine.subscription import SubscriptionRun
@@ -281,7 +280,6 @@ class App(Router[S]):
             found += [f"agent {agent.name!r}: {problem}" for problem in _agent_mistakes(agent, examined)]
         found += self._mistakes_of_dependencies()
         found += self._mistakes_of_resources()
-        found += self._unawaited_calls()
         for router in (self, *self._routers):
             found += around.mistakes(router._arounds, router.agents, router=router.name)
         for router in (self, *self._routers):
@@ -292,15 +290,6 @@ class App(Router[S]):
             except ConfigError as error:
                 found += error.mistakes
         return found
-
-    def _unawaited_calls(self) -> list[str]:
-        declared: list[tuple[str, Callable[..., Any]]] = [
-            *((f"agent {agent.name!r}", agent.function) for agent in self.agents),
-            *((f"agent {each.name!r}: on_dead_letter", f) for each in self.agents for f in each.dead_letter_functions),
-            *((f"timer {timer.name!r}", timer.function) for timer in self.timers),
-            *((f"task {task.name!r}", task.function) for task in self.tasks),
-        ]
-        return [f"{what}: {call}" for what, function in declared for call in unawaited_calls(function)]
 
     def _mistakes_of_dependencies(self) -> Iterator[str]:
         for agent in self.agents:

@@ -804,33 +804,6 @@ class Unreadable(Event, frozen=True, kw_only=True):
     error: Exception
 
 
-class Suspected(Event, frozen=True, kw_only=True):
-    """A notification has no headers and the body of a server's answer. It is handled: it may be genuine."""
-
-    many = Many("notification.more_suspected", alike=("agent",))
-
-    event_type: str
-    sequence: int
-    agent: str = ""
-    """The agent that it was delivered to; empty for a replay or a watch."""
-
-    def lines(self) -> Iterator[LogLine]:
-        yield self.line(
-            "warning",
-            "notification.suspected",
-            "agent",
-            notification=f"{self.event_type}@{self.sequence}",
-            error=self.warning(),
-            cure="it is handled as any other; to keep publishers apart, give each its own account",
-        )
-
-    def warning(self) -> str:
-        return (
-            f"{self.event_type}@{self.sequence} has no headers and the body of a server's answer: its publisher may be "
-            "somebody who has no right to publish it (docs/security.md)"
-        )
-
-
 class StreamGone(Event, frozen=True, kw_only=True):
     """The stream that a watch reads does not exist, or was deleted. The watch waits for it to be made."""
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from aviso_workers.aviso.literals import printable, printable_lines
 from aviso_workers.cli.options import flag
 from aviso_workers.cli.tables import table
-from aviso_workers.events import Events, Skipped, Suspected
+from aviso_workers.events import Events, Skipped
 
 __all__ = [
     "AsJson",
@@ -114,27 +114,25 @@ class Columns:
 
 @contextmanager
 def skipped_reported(source: Events) -> Iterator[None]:
-    """Print messages that are skipped or suspected to standard error for the block: the first ones with a line each,
-    the others as a count.
+    """Print messages that are skipped to standard error for the block: the first ones with a line each, the others as a
+    count.
     """
-    words: dict[type, str] = {Skipped: "left out", Suspected: "suspected"}
-    counts = dict.fromkeys(words, 0)
+    skipped = 0
 
-    def report(event: Skipped | Suspected) -> None:
-        kind = type(event)
-        counts[kind] += 1
-        if counts[kind] <= MAX_SKIPPED:
+    def report(event: Skipped) -> None:
+        nonlocal skipped
+        skipped += 1
+        if skipped <= MAX_SKIPPED:
             print(printable(event.warning()), file=sys.stderr)
-        elif counts[kind] == MAX_SKIPPED + 1:
-            print(f"more is {words[kind]}, which is counted until the end", file=sys.stderr)
+        elif skipped == MAX_SKIPPED + 1:
+            print("more is left out, which is counted until the end", file=sys.stderr)
 
-    source.listen(report, Skipped, Suspected)
+    source.listen(report, Skipped)
     try:
         yield
     finally:
-        for kind, count in counts.items():
-            if count > MAX_SKIPPED:
-                print(f"{count - MAX_SKIPPED} more were {words[kind]} ({count} in all)", file=sys.stderr)
+        if skipped > MAX_SKIPPED:
+            print(f"{skipped - MAX_SKIPPED} more were left out ({skipped} in all)", file=sys.stderr)
 
 
 def terminal() -> Console:

@@ -58,9 +58,8 @@ from aviso_workers.events import (
     Failed,
     Settled,
     SettledOutcome,
-    Suspected,
 )
-from aviso_workers.jetstream import answers, error_codes
+from aviso_workers.jetstream import error_codes
 from aviso_workers.state import failure_records
 from aviso_workers.state.failure_counts import Outcome
 from aviso_workers.state.failure_records import Retrying
@@ -230,12 +229,6 @@ class Settler:
             if due - now > UNTRIED_LEAST_SECONDS:
                 delivery.redeliver()
         self._untried.clear()
-
-    def note_unsigned(self, message: Message) -> None:
-        """State that a notification is suspected, where it has no headers and is a server's answer."""
-        if answers.is_stored_by_reply(message):
-            agent = self._agent
-            self._events.emit(Suspected(event_type=agent.event_type, sequence=message.sequence, agent=agent.name))
 
     async def ack_unmatched(self, delivery: Delivery) -> None:
         """Ack a delivery that the agent did not ask for: the server's filter is wider than the agent's."""

@@ -27,9 +27,7 @@ from aviso_workers.events import (
     StreamGone,
     StreamMadeAgain,
     StreamNotRead,
-    Suspected,
 )
-from aviso_workers.jetstream import answers
 
 __all__ = ["Replayer", "when_created"]
 
@@ -233,17 +231,10 @@ class Replayer:
 
     def _matching(self, message: Message) -> Notification[Any] | None:
         try:
-            notification = self._reader.notification(message)
+            return self._reader.notification(message)
         except UndecodableError as error:
             self._events.emit(Skipped(event_type=self._name, sequence=message.sequence, error=error))
             return None
-        if (
-            notification is not None
-            and message.data.startswith(answers.BEGINNINGS)
-            and answers.is_stored_by_reply(message)
-        ):
-            self._events.emit(Suspected(event_type=self._name, sequence=message.sequence))
-        return notification
 
 
 class _Reading:

@@ -30,7 +30,7 @@ KINDS = {
 LONGER = ("MSG", "LEADER", "PEER", "DURABLE")
 """Second words of requests that have three."""
 BEGINNINGS = (b'{"stream":', b'{"error":', b'{"type":')
-"""How the body of each answer begins; `engine.handlers.one` has them too."""
+"""How the body of each answer begins."""
 ACK_FIELDS = frozenset({"stream", "seq", "domain", "duplicate", "val", "batch", "count", "error"})
 PROGRESS_FIELDS = frozenset({"type", "seq", "msgs", "last_seq", "error"})
 PROGRESS = ("ack", "gap", "err")

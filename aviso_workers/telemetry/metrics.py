@@ -50,7 +50,6 @@ from aviso_workers.events import (
     Published,
     ReadAgain,
     Sampled,
-    Suspected,
     TaskFailed,
     Ticked,
     Unreadable,
@@ -162,7 +161,6 @@ class _Agent:
         self.not_read_again = False
         self.threads_stuck = 0
         self.redelivered = 0
-        self.suspected = 0
         self.recreations = 0
         self.settled_at = 0.0
         self.handler = _Seconds()
@@ -411,13 +409,6 @@ PER_AGENT = (
     ),
     Metric(
         COUNTER,
-        "suspected",
-        "Deliveries of notifications without headers whose body is a server's answer, so that somebody may have had "
-        "them stored who may not publish them. They are handled.",
-        lambda a: a.suspected,
-    ),
-    Metric(
-        COUNTER,
         "missed",
         "Notifications that left the stream before the agent received them, for all workers together; no series if "
         "the server filters for the agent.",
@@ -631,10 +622,6 @@ class Metrics:
         if event.reason == "foreign":
             self.foreign.add(event.stream)
 
-    def _suspected(self, event: Suspected) -> None:
-        if event.agent in self._agents:
-            self._agents[event.agent].suspected += 1
-
     def _disturbed(self, event: AgentDisturbed) -> None:
         if event.agent in self._agents:
             self._agents[event.agent].pull_errors.add(_code(event.error))
@@ -697,7 +684,6 @@ class Metrics:
         Published: _count_published,
         ReadAgain: _read_again,
         Sampled: _sampled,
-        Suspected: _suspected,
         TaskFailed: _task_failed,
         Ticked: _ticked,
         Unreadable: _unreadable,

@@ -12,7 +12,7 @@ import nats
 import pytest
 
 from aviso_workers import App, Notification, RetryPolicy
-from aviso_workers.events import Settled, Suspected, Ticked, Unreadable
+from aviso_workers.events import Settled, Ticked, Unreadable
 from aviso_workers.server import NatsServer
 from aviso_workers.state import dead_letter_records
 from aviso_workers.state.own_streams import RETRIES
@@ -45,10 +45,9 @@ async def test_a_worker_goes_on_after_all_of_its_state_was_forged_and_tells_of_e
     with NatsServer.start(store_dir=tmp_path / "store", config=ACCOUNTS) as server:
         app = App("field", config=write_mars_config(tmp_path / "c.yaml", server.url, user="worker", password="right"))
         unreadable: list[Unreadable] = []
-        suspected: list[Suspected] = []
         settled: list[Settled] = []
         ticked: list[Ticked] = []
-        for kind, heard in ((Unreadable, unreadable), (Suspected, suspected), (Settled, settled), (Ticked, ticked)):
+        for kind, heard in ((Unreadable, unreadable), (Settled, settled), (Ticked, ticked)):
             app.events.listen(heard.append, kind)
 
         @app.agent("mars", retry=RetryPolicy(first=1, factor=1, attempts=100, jitter=0))
@@ -79,7 +78,6 @@ async def test_a_worker_goes_on_after_all_of_its_state_was_forged_and_tells_of_e
                             await anyio.sleep(0.01)
                     forged[subject] = before + 1
         await attacker.publish("mars.attack.2", b"{}", reply=dead_letter_records.retry_subject("field", "index"))
-        await attacker.publish("mars.attack.3", b"{}", reply="mars.pwned.1")
         await attacker.close()
         assert len(forged) >= 7
         del ticked[:]
@@ -88,10 +86,9 @@ async def test_a_worker_goes_on_after_all_of_its_state_was_forged_and_tells_of_e
             receipt = await app.notify("mars", {"class": "od", "step": 1}, {})
             await until(lambda: any(each.sequence == receipt.sequence for each in settled))
             await until(lambda: len(ticked) > 1)
-            await until(lambda: len(unreadable) > len(forged) and bool(suspected))
+            await until(lambda: len(unreadable) > len(forged))
         assert {event.reason for event in unreadable} == {"foreign"}
         told = [str(event.error) for event in unreadable if event.stream != RETRIES]
         for subject in forged:
             assert sum(error.endswith(f"reply subject {subject}") for error in told) == 1
         assert [event.stream for event in unreadable if event.stream == RETRIES] == [RETRIES]
-        assert {event.agent for event in suspected} == {"index"}

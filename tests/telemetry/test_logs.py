@@ -43,7 +43,6 @@ from aviso_workers.events import (
     StreamMadeAgain,
     StreamNotRead,
     StreamProvisioned,
-    Suspected,
     TaskFailed,
     TimerRescheduled,
     Unreadable,
@@ -202,22 +201,6 @@ def test_of_many_unreadable_messages_of_a_stream_most_are_counted(
         "foreign",
         512,
     )
-
-
-def test_of_many_suspected_notifications_of_an_agent_most_are_counted(
-    lines: Any, failures: FailureLog, capsys: pytest.CaptureFixture[str]
-) -> None:
-    suspected = Suspected(event_type="mars", sequence=7, agent="index")
-    told = [line for _ in range(LINES_PER_PERIOD + 512) for line in lines(suspected)]
-    assert len(told) == LINES_PER_PERIOD
-    assert (told[0]["event"], told[0]["agent"], told[0]["notification"]) == (
-        "notification.suspected",
-        "index",
-        "mars@7",
-    )
-    failures.tell_counted()
-    (more,) = (json.loads(line) for line in capsys.readouterr().err.splitlines())
-    assert (more["event"], more["agent"], more["more"]) == ("notification.more_suspected", "index", 512)
 
 
 def test_kinds_with_the_same_reason_are_told_apart_where_they_are_counted(

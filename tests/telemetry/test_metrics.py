@@ -39,7 +39,6 @@ from aviso_workers.events import (
     Published,
     ReadAgain,
     Sampled,
-    Suspected,
     Ticked,
     Unreadable,
     WindowDone,
@@ -225,16 +224,13 @@ def test_a_worker_that_cannot_lead_shows_for_as_long_as_one_bucket_cannot_be_use
     assert found == [0, 1, 1, 1, 0]
 
 
-def test_foreign_messages_and_suspected_notifications_are_counted(metrics: Metrics) -> None:
+def test_foreign_messages_are_counted(metrics: Metrics) -> None:
     error = UndecodableError("it has no headers")
     metrics.observe(Unreadable(stream="KV_field_failures", sequence=1, error=error))
     metrics.observe(Unreadable(stream="KV_field_failures", sequence=2, error=error, reason="foreign"))
-    metrics.observe(Suspected(event_type="mars", sequence=3, agent="index"))
-    metrics.observe(Suspected(event_type="mars", sequence=3))
     of_stream = {"app": OF_INDEX["app"], "stream": "KV_field_failures"}
     assert sample(metrics, "unreadable_total", **of_stream) == 2
     assert sample(metrics, "foreign_total", **of_stream) == 1
-    assert sample(metrics, "suspected_total", **OF_INDEX) == 1
 
 
 def test_windows_are_counted_by_outcome(app: App) -> None:
