@@ -8,6 +8,7 @@ value is used for, and whether zero makes sense there, is decided by the caller.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 import math
@@ -43,6 +44,8 @@ __all__ = [
 
 SECOND = 1_000_000_000
 """A second in nanoseconds, the unit of JetStream's durations."""
+MAX_SHOWN = 256 * 1024
+"""The most bytes of a body that are shown to people, and characters of its JSON with indents."""
 _JSON_BLANKS = re.compile(r'("(?:[^"\\]|\\.)*")|[ \t\r\n]+')
 """What stands between the tokens of JSON, and (the group) strings, which may hold the same."""
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -248,18 +251,34 @@ def quoted(name: str) -> str:
 
 def body_text(data: bytes) -> str | None:
     """Return a body as text for people, as `printable_lines`: JSON with indents where they alone differ, other text as
-    it is; None where it is no text.
+    it is; None where it is no text. Of a body of more than `MAX_SHOWN` bytes the beginning is returned, and how much
+    more there is; JSON whose indented text is longer than that is returned as it is.
     """
+    more = len(data) - MAX_SHOWN
     try:
-        text = data.decode()
+        text = codecs.getincrementaldecoder("utf-8")().decode(data[:MAX_SHOWN], final=more <= 0)
     except UnicodeDecodeError:
         return None
+    if more > 0:
+        return f"{printable_lines(text)}\n… and {more:,} bytes more"
     with suppress(ValueError, RecursionError):
         found = json.loads(text)
         compact = _JSON_BLANKS.sub(lambda each: each[1] or "", text)
         if json.dumps(found, separators=(",", ":"), ensure_ascii=False) == compact:  # no 1e999, no key twice
-            text = json.dumps(found, indent=2, ensure_ascii=False)
+            text = _indented(found) or text
     return printable_lines(text)
+
+
+def _indented(found: object) -> str:
+    """Return a value as JSON with indents; nothing where that is too long: nested deeply, blanks are most of it."""
+    parts: list[str] = []
+    length = 0
+    for part in json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(found):
+        length += len(part)
+        if length > MAX_SHOWN:
+            return ""
+        parts.append(part)
+    return "".join(parts)
 
 
 def time_text(time: datetime) -> str:

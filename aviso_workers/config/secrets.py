@@ -96,10 +96,12 @@ def with_scheme(url: str) -> str:
 
 
 def without_user(url: str) -> str:
-    """Return the URL, or the host and port, with the user and the password before it masked."""
+    """Return the URL, or the host and port, with the user and the password before it and the query masked."""
     before, at, host = url.rpartition("@")
+    host, query, _ = host.partition("?")
+    host += f"?{HIDDEN}" if query else ""
     if not at:
-        return url
+        return host
     scheme, separator, _ = before.partition("://")
     return f"{scheme}{separator}{HIDDEN}@{host}" if separator else f"{HIDDEN}@{host}"
 

@@ -341,6 +341,11 @@ Right = Literal["read", "payload", "pause", "run", "reset", "retry", "drop", "ap
 """What a user of the console may do."""
 
 
+SHORTEST_TOKEN = 16
+"""Characters of a token by which others than this machine may be let into the console."""
+DOCUMENTED_TOKEN = "set-it-in-the-environment"
+
+
 class ConsoleUser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A user of the console."""
 
@@ -402,12 +407,24 @@ class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             found.append(f"the console needs {missing[0]}, which is missing: pip install 'aviso-workers[console]'")
         if len(tokens) < len(self.users):
             found.append("workers.console.users: two users have the same token; a bearer token names its user")
+        weak = [name for name, user in self.users.items() if is_weak(user.token.reveal())]
+        if weak and not is_loopback(host):
+            found.append(
+                f"workers.console.users.{weak[0]}.token: {host} can be reached by others, and the token is one of the "
+                f"documentation or has fewer than {SHORTEST_TOKEN} characters; set a long random one in the "
+                "environment, such as the output of `openssl rand -hex 32`"
+            )
         if not self.users and self.proxy is None and not is_loopback(host):
             found.append(
                 f"{key}: {host} can be reached by others, and everybody would have all rights; configure users or a "
                 "proxy in workers.console, or listen on 127.0.0.1"
             )
         return found
+
+
+def is_weak(token: str) -> bool:
+    """Return whether a token of the console can be guessed: it stands in the documentation, or is short."""
+    return token == DOCUMENTED_TOKEN or len(token) < SHORTEST_TOKEN
 
 
 def is_loopback(host: str) -> bool:

@@ -96,7 +96,10 @@ class Access:
     def _named_by_proxy(self, request: HTTPConnection) -> Visitor | None:
         proxy = self._settings.proxy
         assert proxy is not None
-        name = request.headers.get(proxy.header, "").strip()
+        names = request.headers.getlist(proxy.header)
+        if len(names) != 1:
+            return None  # of two, one came from outside
+        name = names[0].strip()
         if not name or request.client is None or request.client.host not in proxy.addresses:
             return None
         rights = proxy.rights.get(name, proxy.rights.get(EVERYBODY))

@@ -326,7 +326,7 @@ async def _stop_job(actions: Actions, form: Form, visitor: Visitor) -> PlannedAc
 
 
 async def _apply_streams(actions: Actions, _form: Form, _visitor: Visitor) -> PlannedAction:
-    config = await actions.known()
+    config = actions.config  # what workers have declared is shown, and never applied: anybody's may say so
     plans = [plan for plan in await stream_policy.plans(actions.admin, config) if plan.needed]
     if not plans:
         raise NotFoundError("all streams are as configured, or differ in what cannot be changed")

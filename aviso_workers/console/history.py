@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping
-from urllib.error import URLError
-from urllib.parse import urlencode
-from urllib.request import urlopen
+from urllib.parse import SplitResult, unquote, urlencode, urlsplit
 
 import anyio
-import anyio.to_thread
+import h11
 import msgspec
 from msgspec import Struct
+
+from aviso_workers.errors import describe
 
 __all__ = ["Rates", "rates", "sparkline", "spoken"]
 
@@ -19,7 +20,9 @@ QUERY = 'sum by (app, agent) (rate(aviso_worker_notifications_total{outcome="ack
 SPAN_SECONDS = 3600
 POINTS = 60
 ANSWER_SECONDS = 3.0
-MAX_BYTES = 32 * 2**20
+"""For the whole answer, however it comes."""
+MAX_BYTES = 8 * 2**20
+RECEIVED_BYTES = 65536
 WIDTH, HEIGHT = 120, 22
 
 Agent = tuple[str, str]
@@ -49,25 +52,63 @@ class _RangeAnswer(Struct):
 
 
 async def rates(url: str) -> Rates:
-    """Return the rates that the Prometheus at this URL has. What goes wrong is said in the answer."""
+    """Return the rates that the Prometheus at this URL has. What goes wrong is said in the answer: whoever answers may
+    be another program.
+    """
     step = SPAN_SECONDS / POINTS
-    asked = urlencode({"query": f"({QUERY})[{SPAN_SECONDS}s:{step:.0f}s]"})  # until now, by the clock of Prometheus
+    query = f"({QUERY})[{SPAN_SECONDS}s:{step:.0f}s]"  # until now, by the clock of Prometheus
     try:
-        body = await anyio.to_thread.run_sync(_get, f"{url.rstrip('/')}/api/v1/query?{asked}")
-        found = msgspec.json.decode(body, type=_RangeAnswer)
-    except (URLError, OSError, ValueError, msgspec.DecodeError) as error:
-        return Rates(error=f"Prometheus has not answered: {error}")
-    begin = max((series.values[-1][0] for series in found.data.result), default=0.0) - SPAN_SECONDS
-    by_agent = {
-        (series.metric.get("app", ""), series.metric.get("agent", "")): _filled(series, begin, step)
-        for series in found.data.result
-    }
-    return Rates(by_agent=by_agent)
+        with anyio.fail_after(ANSWER_SECONDS):
+            body = await _asked(url, query)
+        found = msgspec.json.decode(body, type=_RangeAnswer).data.result
+        begin = max((series.values[-1][0] for series in found if series.values), default=0.0) - SPAN_SECONDS
+        return Rates(
+            by_agent={
+                (series.metric.get("app", ""), series.metric.get("agent", "")): _filled(series, begin, step)
+                for series in found
+            }
+        )
+    except TimeoutError:
+        return Rates(error=f"Prometheus has not answered: not within {ANSWER_SECONDS:g} s")
+    except Exception as error:
+        return Rates(error=f"Prometheus has not answered: {describe(error)}")
 
 
-def _get(url: str) -> bytes:
-    with urlopen(url, timeout=ANSWER_SECONDS) as answer:
-        return bytes(answer.read(MAX_BYTES))
+async def _asked(url: str, query: str) -> bytes:
+    """Return the body of the answer to a query. Raises what a network and a foreign program cause, and `ValueError`."""
+    to = urlsplit(url if "://" in url else f"http://{url}")
+    port = to.port or (443 if to.scheme == "https" else 80)
+    target = f"{to.path.rstrip('/')}/api/v1/query?{urlencode({'query': query})}" + (f"&{to.query}" if to.query else "")
+    request = h11.Request(method="GET", target=target, headers=_headers(to))
+    connection, body = h11.Connection(h11.CLIENT), bytearray()
+    async with await anyio.connect_tcp(to.hostname or "", port, tls=to.scheme == "https") as stream:
+        await stream.send((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
+        while True:
+            event = connection.next_event()
+            match event:
+                case h11.NEED_DATA:
+                    try:
+                        connection.receive_data(await stream.receive(RECEIVED_BYTES))
+                    except anyio.EndOfStream:
+                        connection.receive_data(b"")
+                case h11.Response() if event.status_code != 200:
+                    raise ValueError(f"status {event.status_code}")
+                case h11.Data():
+                    body += event.data
+                    if len(body) > MAX_BYTES:
+                        raise ValueError(f"more than {MAX_BYTES:,} bytes")
+                case h11.EndOfMessage():
+                    return bytes(body)
+                case h11.ConnectionClosed() | h11.PAUSED:
+                    raise ValueError("no answer")
+
+
+def _headers(to: SplitResult) -> list[tuple[str, str]]:
+    headers = [("Host", to.netloc.rpartition("@")[2]), ("Connection", "close"), ("Accept", "application/json")]
+    if to.username is not None:
+        user = f"{unquote(to.username)}:{unquote(to.password or '')}".encode()
+        headers.append(("Authorization", f"Basic {base64.b64encode(user).decode()}"))
+    return headers
 
 
 def _filled(series: _Series, begin: float, step: float) -> list[float]:

@@ -302,13 +302,17 @@ async def streams(question: Question) -> Page:
     overview = await question.overview()
     everything = question.asked("all") == "yes"
     shown = [row for row in overview.streams if everything or not row.stream.startswith("KV_")]
+    known = bool(overview.streams) or not overview.snapshot.denied.subjects("streams")
+    differing, declared = (
+        stream_policy.differences(config, overview.snapshot.streams) if known else {}
+        for config in (question.actions.config, overview.config)
+    )
     values = {
         "streams": shown,
         "denied": overview.snapshot.denied.text("streams", "consumers"),
         "left_out": len(overview.streams) - len(shown),
-        "differing": stream_policy.differences(overview.config, overview.snapshot.streams)
-        if overview.streams or not overview.snapshot.denied.subjects("streams")
-        else {},
+        "differing": differing,
+        "declared": {name: texts for name, texts in declared.items() if name not in differing},
         "unavailable": overview.snapshot.unavailable,
         "stale": stale_text(overview, question.watcher),
     }

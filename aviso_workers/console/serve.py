@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import ClassVar
 
 import anyio
 import uvicorn
@@ -26,6 +27,8 @@ __all__ = ["serve"]
 ENDS_SECONDS = 3
 HEAD_SECONDS = 10.0
 """How long somebody may take to send the head of a request."""
+MAX_WAITING = 100
+"""Connections that have not sent a head: the oldest one goes for a new one, and the others are left to requests."""
 MAX_REQUESTS = 500
 """Requests at the same time, of which up to 200 are pages that are kept up to date."""
 
@@ -34,6 +37,8 @@ class _Connection(H11Protocol):
     """A connection that is closed where the head of a request does not come in time: it counts among all requests."""
 
     _late: asyncio.TimerHandle | None = None
+    _waiting: ClassVar[dict[_Connection, None]] = {}
+    """Those of the process that have not sent a head, the oldest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -43,18 +48,28 @@ class _Connection(H11Protocol):
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self._wait_for_head()
-        elif self._late is not None:
-            self._late.cancel()
-            self._late = None
+        else:
+            self._wait_no_more()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._late is not None:
-            self._late.cancel()
+        self._wait_no_more()
 
     def _wait_for_head(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        if self._late is not None:
+            return
+        self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._waiting[self] = None
+        if len(self._waiting) > MAX_WAITING:
+            oldest = next(iter(self._waiting))
+            oldest._wait_no_more()
+            oldest.transport.close()
+
+    def _wait_no_more(self) -> None:
+        self._waiting.pop(self, None)
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class _Server(uvicorn.Server):

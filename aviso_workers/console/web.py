@@ -60,6 +60,10 @@ MCP_SECONDS = 10.0
 """How long a tool may take."""
 WRITE_SECONDS = 10.0
 """How long somebody may take to receive a part of a page."""
+FAILED_SECONDS = 1.0
+"""How long an address waits for the answer to a failed login, for each of its failed ones that wait."""
+MAX_FAILED = 10
+"""Failed logins of an address that may wait; then it is asked for nobody's token until one of them is answered."""
 UNCHANGED_SECONDS = 15.0
 """After so long without a change, a comment shows that the console is there."""
 LIVE = "live"
@@ -90,13 +94,17 @@ class _Guard:
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
         self._access = access
+        self._failed = Counter[str]()
+        """Failed logins that wait for their answer, by address."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request, nonce = HTTPConnection(scope), secrets.token_urlsafe(16)
-        visitor = self._access.visitor(request)
+        address = request.client.host if request.client is not None else ""
+        slowed = self._failed[address] >= MAX_FAILED
+        visitor = None if slowed else self._access.visitor(request)
         scope.setdefault("state", {}).update(visitor=visitor, nonce=nonce)
 
         async def send_guarded(message: Message) -> None:
@@ -104,8 +112,25 @@ class _Guard:
                 message["headers"] = [*message["headers"], *_headers(scope["path"], nonce)]
             await send(message)
 
+        if slowed:
+            text = f"Too many failed logins from {address}: ask again in some seconds.\n"
+            await PlainTextResponse(text, 429, headers={"retry-after": "10"})(scope, receive, send_guarded)
+            return
+        if visitor is None and request.headers.get("authorization"):
+            await self._slow_down(address)
         refused = self._refusal(request, visitor)
         await (refused or self._app)(scope, receive, send_guarded)
+
+    async def _slow_down(self, address: str) -> None:
+        """Note a failed login, and let its address wait: a token is not to be guessed."""
+        log.warning("console.login_failed", address=address)
+        self._failed[address] += 1
+        try:
+            await anyio.sleep(FAILED_SECONDS * self._failed[address])
+        finally:
+            self._failed[address] -= 1
+            if not self._failed[address]:
+                del self._failed[address]
 
     def _refusal(self, request: HTTPConnection, visitor: Visitor | None) -> Response | None:
         """Return the answer to a request that goes no further."""
@@ -136,7 +161,7 @@ def _headers(path: str, nonce: str) -> list[tuple[bytes, bytes]]:
     headers = {
         "content-security-policy": policy,
         "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
+        "referrer-policy": "same-origin",  # with `no-referrer`, browsers hide the origin of our own forms
         "cross-origin-opener-policy": "same-origin",
         "cross-origin-resource-policy": "same-origin",
         "cache-control": "max-age=3600" if path.startswith("/static/") else "no-store",

@@ -164,6 +164,21 @@ def test_a_body_is_shown_as_it_is_and_json_with_indents(body: bytes, shown: str 
     assert literals.body_text(body) == shown
 
 
+@pytest.mark.parametrize("depth", [10, 300, 900, 5000])
+def test_nested_json_is_shown_without_indents_where_these_would_be_most_of_it(depth: int) -> None:
+    """With indents, a megabyte that is nested 300 times is 300 MB."""
+    body = b"[" + b",".join([b"[" * depth + b"]" * depth] * (literals.MAX_SHOWN // (2 * depth + 2))) + b"]"
+    assert literals.body_text(body) == body.decode()
+
+
+def test_of_a_large_body_the_beginning_is_shown() -> None:
+    shown = literals.body_text("é".encode() * literals.MAX_SHOWN)
+    assert shown is not None
+    text, _, more = shown.partition("\n")
+    assert (set(text), len(text)) == ({"é"}, literals.MAX_SHOWN // 2)
+    assert more == f"… and {literals.MAX_SHOWN:,} bytes more"
+
+
 def test_msgspec_reads_literals_as_fields() -> None:
     assert _policy(keep="7d", most="2Gi") == _Policy(keep=Duration(604_800), most=Size(2**31))
     assert _policy(keep=Duration(5), most=None) == _Policy(keep=Duration(5))

@@ -19,7 +19,7 @@ from aviso_workers.backends import Admin, open_backend
 from aviso_workers.config import Config, load
 from aviso_workers.config.secrets import Secret
 from aviso_workers.config.settings import Console, ConsoleUser
-from aviso_workers.console import overview
+from aviso_workers.console import overview, web
 from aviso_workers.console.serve import serve
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness, harness
@@ -80,6 +80,14 @@ def with_console(config: Config, **settings: Any) -> Config:
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview, "EVERY_SECONDS", 0.3)
+    monkeypatch.setattr(web, "FAILED_SECONDS", 0.05)
+
+
+@pytest.fixture(autouse=True)
+def _waits_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview, "PATIENCE_SECONDS", PATIENCE_SECONDS / 2)
+    monkeypatch.setattr(web, "MCP_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(web, "PAGE_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture

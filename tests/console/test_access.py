@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import base64
+from contextlib import AsyncExitStack, suppress
 
+import anyio
 import httpx
 import pytest
 from msgspec import structs
+from structlog.testing import capture_logs
 
 from aviso_workers import App
 from aviso_workers.config import Config, load
-from aviso_workers.config.settings import Console, ConsoleProxy
+from aviso_workers.config.secrets import Secret
+from aviso_workers.config.settings import Console, ConsoleProxy, ConsoleUser
+from aviso_workers.console import web
 from aviso_workers.console.access import Access
 from aviso_workers.console.actions import ACTIONS
+from aviso_workers.console.serve import MAX_REQUESTS
+from aviso_workers.console.web import MAX_FAILED
 from aviso_workers.errors import ConfigError
 from aviso_workers.state.own_streams import AUDIT
 from aviso_workers.testing import Harness
@@ -111,6 +118,59 @@ async def test_a_page_of_others_does_nothing(console: Served, running: Harness, 
     assert (answer.status_code, answer.text) == (403, "This request comes from no page of this console.\n")
 
 
+async def test_failed_logins_are_logged_and_slowed(console: Served) -> None:
+    with capture_logs() as logged:
+        await guess_often(console)
+    told = [line for line in logged if line["event"] == "console.login_failed"]
+    assert [line["address"] for line in told] == ["127.0.0.1"] * MAX_FAILED
+    assert "a-guess" not in str(told)
+
+
+async def guess_often(console: Served) -> None:
+    async with console.client(None, **bearer("a-guess")) as client, console.client() as user:
+        began = anyio.current_time()
+        async with anyio.create_task_group() as guessing:
+            answers: list[int] = []
+
+            async def guess() -> None:
+                answers.append((await client.get("/settings")).status_code)
+
+            for _ in range(2 * MAX_FAILED):
+                guessing.start_soon(guess)
+        assert sorted(answers) == [401] * MAX_FAILED + [429] * MAX_FAILED
+        assert anyio.current_time() - began >= MAX_FAILED * web.FAILED_SECONDS
+        assert (await user.get("/settings")).status_code == 200
+
+
+async def test_a_browser_that_asks_first_without_a_token_is_not_slowed(console: Served) -> None:
+    with capture_logs() as logged:
+        async with console.client(None) as client:
+            assert [(await client.get("/settings")).status_code for _ in range(2 * MAX_FAILED)] == [
+                401
+            ] * 2 * MAX_FAILED
+    assert logged == []
+
+
+async def test_connections_that_send_no_head_leave_room_for_others(console: Served) -> None:
+    async with AsyncExitStack() as held, console.client() as client:
+        port = int(console.url.rpartition(":")[2])
+        half = [await anyio.connect_tcp("127.0.0.1", port) for _ in range(MAX_REQUESTS + 10)]
+        for each in half:
+            held.push_async_callback(anyio.aclose_forcefully, each)
+            with suppress(anyio.BrokenResourceError):  # those before have been closed for it
+                await each.send(b"GET /settings HTTP/1.1\r\nHost:")
+        assert (await client.get("/settings")).status_code == 200
+
+
+@pytest.mark.parametrize("token", ["set-it-in-the-environment", "guess", "fifteen-letters"])
+def test_others_are_not_let_in_by_a_token_that_can_be_guessed(config: Config, token: str) -> None:
+    users = {"anna": ConsoleUser(token=Secret("a-long-and-random-token")), "rolf": ConsoleUser(token=Secret(token))}
+    with pytest.raises(ConfigError, match=r"users\.rolf\.token: 0\.0\.0\.0 can be reached by others") as refused:
+        Access(with_console(config, users=users, host="0.0.0.0"))
+    assert token not in str(refused.value)
+    Access(with_console(config, users=users))
+
+
 @pytest.mark.parametrize(("origin", "status"), [("http://console.example", 403), ("null", 403), ("", 200)])
 async def test_a_browser_that_says_no_site_says_its_origin(
     console: Served, app: App, running: Harness, origin: str, status: int
@@ -170,6 +230,14 @@ async def test_a_proxy_names_the_user(config: Config) -> None:
                 assert answer.status_code == (200 if name else 401)
     assert said["anna"].endswith("anna, may pause, read. ")
     assert said["bob"].endswith("bob, may read. ")
+
+
+async def test_a_header_that_comes_twice_names_nobody(config: Config) -> None:
+    """A proxy may add its own behind that of the client."""
+    proxy = ConsoleProxy(header="X-Forwarded-User", addresses=("127.0.0.1",), rights={"*": ("read",)})
+    async with served(with_console(config, proxy=proxy)) as console, console.client(None) as client:
+        twice = [("x-forwarded-user", "anna"), ("x-forwarded-user", "rolf")]
+        assert (await client.get("/settings", headers=twice)).status_code == 401
 
 
 async def test_another_address_is_no_proxy(config: Config) -> None:

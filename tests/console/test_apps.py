@@ -16,7 +16,7 @@ from aviso_workers.console import notification_trail
 from aviso_workers.server import NatsServer
 from aviso_workers.state import asyncapi, consumer_records, declarations
 from aviso_workers.testing import Harness, harness
-from tests.console.conftest import READER, Served, publish, shown, text_of
+from tests.console.conftest import FORM, READER, Served, publish, shown, text_of
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -61,6 +61,21 @@ async def test_it_shows_what_the_code_declares(console: Served, catalogue: App, 
     assert '"title": "Field"' in page
     assert found.json() == asyncapi.document(catalogue.config, catalogue, version="0.0.0")
     assert (missing.status_code, "no worker has recorded" in text_of(missing.text)) == (404, True)
+
+
+async def test_what_a_worker_has_declared_of_a_stream_is_shown_and_not_applied(
+    console: Served, catalogue: App, nats_server: NatsServer
+) -> None:
+    """Whoever runs a worker could have the messages of a stream removed, by a declaration that keeps fewer of them."""
+    async with harness(catalogue, server=nats_server.url), console.client() as client:
+        info = await console.admin.stream_info("INDEXED")
+        await console.admin.update_stream({**info.config, "max_msgs_per_subject": 7})
+        page = await shown(client, "/streams", "INDEXED : max_msgs_per_subject: 7 -&gt; unlimited")
+        answer = await client.post("/actions/apply-streams", content="", headers=FORM)
+        assert (await console.admin.stream_info("INDEXED")).config.max_msgs_per_subject == 7
+    assert "Not as workers have declared" in page
+    assert "Not as configured" not in page
+    assert (answer.status_code, "all streams are as configured" in text_of(answer.text)) == (404, True)
 
 
 async def test_a_record_without_a_document_says_so(console: Served, catalogue: App, nats_server: NatsServer) -> None:

@@ -173,7 +173,7 @@ async def test_each_page_shows_what_it_may_and_names_what_is_denied(
     nats_server: NatsServer, config: Config, app: App, lacks: list[Lack]
 ) -> None:
     wrong: list[str] = []
-    few = anyio.CapacityLimiter(3)  # a page says after 8 s that its server is too slow
+    few = anyio.CapacityLimiter(3)
 
     async def look(lack: Lack) -> None:
         async with few, served(config_of(nats_server, lack)) as console:
