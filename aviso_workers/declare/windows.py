@@ -4,12 +4,9 @@ Pure. What is known of a key is one `KeyState`, and each step that it takes is a
 counted, windows are closed, one is done. What is known for all keys is a `WindowProgress`, and a `CountedPage` says
 with one bit for each sequence of the stream which notifications were counted that the states do not list any more.
 
-How long windows are, and how often they begin, is stored with them as `Sizings`, and only that counts: a worker whose
-code states another size counts and closes by what is stored. A new size is stored with the time from which on it holds,
-at which windows of the old and of the new size begin. So each window has one size from its beginning to its end, and
-each notification of tumbling windows is in one window.
-`features.windows.handler` keeps all of these where all workers find them, and says when a window closes. Times are
-seconds since 1970 UTC.
+All windows of an agent have one size and begin at one interval, which the progress has from the first worker: a worker
+whose code states others is refused. So a window is known by its end. `features.windows.handler` keeps all of these
+where all workers find them, and says when a window closes. Times are seconds since 1970 UTC.
 """
 
 from __future__ import annotations
@@ -39,29 +36,20 @@ __all__ = [
     "CountedPage",
     "KeyState",
     "SettledUpTo",
-    "Sizing",
-    "Sizings",
     "Window",
     "WindowProgress",
     "Windowing",
     "add",
     "close",
     "due",
-    "end",
-    "ended",
     "first_end",
     "has_missed",
     "is_older",
-    "last_end",
     "late",
     "leave_out",
     "newest",
     "oldest",
     "prune",
-    "resized",
-    "sized",
-    "starts",
-    "still_needed",
     "still_open",
     "window",
     "without",
@@ -74,26 +62,8 @@ NEVER = -(2**53)
 """Before every time: the least whole number that JSON carries everywhere."""
 LISTED = 256
 """So many notifications a state may list as counted; then the older half of them is left out."""
-LAST_SINCE = 253_370_764_800
-"""The beginning of the year 9999, later than any notification: a size that would hold from then on never does."""
 LONGEST_SECONDS = 9_223_372_036
 """No duration is longer that `Duration` reads."""
-
-
-class Sizing(Struct, frozen=True, array_like=True):
-    """The size of the windows that start at `since` or later, and how often they begin. All are in seconds."""
-
-    since: Annotated[int, Meta(ge=NEVER, le=LAST_SINCE)]
-    size: Annotated[int, Meta(ge=1, le=LONGEST_SECONDS)]
-    every: Annotated[int, Meta(ge=1, le=LONGEST_SECONDS)]
-
-    def is_as(self, other: Sizing) -> bool:
-        """Return whether windows have the same size and begin as often, since whenever."""
-        return (self.size, self.every) == (other.size, other.every)
-
-
-Sizings = tuple[Sizing, ...]
-"""At least one `Sizing`, the oldest first. Each holds until the next one begins, and the first one from ever."""
 
 
 class Window(Struct, Generic[A], frozen=True, kw_only=True):
@@ -200,10 +170,16 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
             raise ValueError(f"the time of a notification needs a zone, and a year from 1001 to 8999; found {time!r}")
         return time.timestamp()
 
-    @property
-    def sizing(self) -> Sizing:
-        """How long these windows are, and how often they begin."""
-        return Sizing(NEVER, int(self.size_seconds), int(self.every_seconds))
+    def ends(self, time: float) -> list[int]:
+        """Return the ends of the windows that a time is in, the latest first."""
+        last = int(time // self.every_seconds) * self.every_seconds
+        first = int(time // 1) - self.size_seconds  # no window that starts then has the time
+        return [start + self.size_seconds for start in range(last, first, -self.every_seconds)]
+
+    def last_end(self, time: float) -> int:
+        """Return the end of the last window that is over at a time."""
+        last = (int(time // 1) - self.size_seconds) // self.every_seconds  # of integers: exact
+        return last * self.every_seconds + self.size_seconds
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -219,11 +195,7 @@ class KeyState(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True
     """The stored state of a key."""
 
     open: dict[int, A] = {}
-    """The values of the windows that are not done, by start."""
-    sizings: Sizings = ()
-    """By which the key's windows were opened, and are. Empty where an older version wrote the state; see `sized`."""
-    ends: dict[int, int] = {}
-    """By start, the ends of the windows of `open` that were dead letters: they may be older than all `sizings`."""
+    """The values of the windows that are not done, by end."""
     closed: int = NEVER
     """Windows that end by then take nothing any more."""
     time: float = NEVER
@@ -262,8 +234,11 @@ class WindowProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     closed: int = NEVER
     """As `KeyState.closed`."""
     settled: SettledUpTo = SettledUpTo()
-    sizings: Sizings = ()
-    """By which new states are begun. Empty until the first worker of this version counts or closes."""
+    size: Annotated[int, Meta(ge=0, le=LONGEST_SECONDS)] = 0
+    """The length of all windows, in seconds; 0 until the first worker begins. Only workers whose code states this size
+    and this interval count and close."""
+    every: int = 0
+    """The interval at which they begin, in seconds."""
     functions: dict[str, str] = {}
     """The `Windowing.fingerprints` of the worker that closes windows."""
     values: str = ""
@@ -308,89 +283,10 @@ class CountedPage(
         return settled.covers(last_of_page(number), self.newest)
 
 
-def resized(sizings: Sizings, wanted: Sizing, *, counted: float, closed: int) -> Sizings:
-    """Return the sizings by which windows are as `wanted` as soon as that can be.
-
-    This is at the first moment at which windows of the last size that has begun and of the wanted one begin, after
-    `counted`, the time of the newest notification that was counted, and not before `closed`: so no window that has
-    begun is changed, and none of the new size lacks what was counted. It is not before `wanted.since` either, where
-    windows of both begin then.
-    """
-    begun = [sizing for sizing in sizings[1:] if sizing.since <= counted or sizing.since < closed]
-    begun.insert(0, sizings[0])
-    last = begun[-1]
-    if last.is_as(wanted):
-        return tuple(begun)
-    together = math.lcm(last.every, wanted.every)
-    after = max(counted, closed - 1)
-    since = wanted.since
-    if since <= after or since % together:
-        since = (int(after // together) + 1) * together
-    return (*begun, structs.replace(wanted, since=min(since, LAST_SINCE)))
-
-
-def still_needed(sizings: Sizings, *, closed: int, first_start: float = math.inf) -> Sizings:
-    """Return the sizings without those of which no window takes anything any more.
-
-    `closed` is as in `KeyState`; those of windows that start at `first_start` or later are needed as well. The windows
-    of a newer size that would have begun before it have closed too, so that none of them can be opened.
-    """
-    while len(sizings) > 1:
-        old, new = sizings[:2]
-        if first_start < new.since or closed < max(new.since - each.every + each.size for each in (old, new)):
-            break
-        sizings = sizings[1:]
-    return sizings if len(sizings) > 1 else tuple(structs.replace(each, since=NEVER) for each in sizings)
-
-
-def sized(state: KeyState[A], sizings: Sizings, *, passed: int) -> KeyState[A]:
-    """Return the state whose windows are as the newest of these sizings, which are those of all keys, as soon as that
-    can be; as it was, where they are. `passed` is as in `add`.
-
-    A state without sizings is of a new key, or was written by an older version, which knew one size.
-    """
-    if state.sizings == sizings:
-        return state
-    if state.sizings:
-        closed = max(state.closed, passed)
-        changed = resized(state.sizings, sizings[-1], counted=state.time, closed=closed)
-        sizings = still_needed(changed, closed=closed, first_start=min(state.open, default=math.inf))
-    return state if sizings == state.sizings else structs.replace(state, sizings=sizings)
-
-
-def starts(sizings: Sizings, time: float) -> list[int]:
-    """Return the starts of the windows that a time is in, the latest first."""
-    found: list[int] = []
-    until = math.inf
-    for sizing in reversed(sizings):
-        since = NEVER if sizing is sizings[0] else sizing.since
-        last = int(time // sizing.every) * sizing.every
-        first = int(time // 1) - sizing.size  # no window that starts then has the time
-        found += [start for start in range(last, first, -sizing.every) if since <= start < until]
-        until = since
-    return found
-
-
-def end(state: KeyState[Any], start: int) -> int:
-    """Return when a window of the key ends."""
-    if start in state.ends:
-        return state.ends[start]
-    sizing = state.sizings[0]
-    for later in state.sizings[1:]:
-        if later.since <= start:
-            sizing = later
-    return start + sizing.size
-
-
-def ended(sizings: Sizings, time: float) -> int:
-    """Return a number that grows when one more window has ended by then."""
-    return sum(int((time - sizing.size) // sizing.every) for sizing in sizings)
-
-
-def window(state: KeyState[A], key: str, start: int) -> Window[A]:
+def window(state: KeyState[A], key: str, end: int, *, size: int) -> Window[A]:
     """Return a window of the key, which is open or over and not done."""
-    begins, ends = (datetime.fromtimestamp(each, UTC) for each in (start, end(state, start)))
-    return Window(key=key, start=begins, end=ends, value=state.open[start])
+    start, after = (datetime.fromtimestamp(each, UTC) for each in (end - size, end))
+    return Window(key=key, start=start, end=after, value=state.open[end])
 
 
 def newest(states: Iterable[KeyState[Any]]) -> tuple[float, int]:
@@ -417,16 +313,15 @@ def add(
     sequence, stored = notification.sequence, notification.time.timestamp()
     if _is_counted(state, sequence, stored, retry):
         return state
-    containing = starts(state.sizings, time)
-    closed = max(passed, state.closed)
-    taking = [start for start in containing if end(state, start) > closed]
+    containing = windowing.ends(time)
+    taking = [end for end in containing if end > max(passed, state.closed)]
     if not taking:
-        last = max(end(state, start) for start in containing)
-        raise late(f"all of its windows have closed, the last at {datetime.fromtimestamp(last, UTC).isoformat()}")
+        last = datetime.fromtimestamp(containing[0], UTC)
+        raise late(f"all of its windows have closed, the last at {last.isoformat()}")
     values = dict(state.open)
-    for start in taking:
-        before: Any = values[start] if start in values else copy.deepcopy(windowing.initial)
-        values[start] = _folded(windowing, before, notification)
+    for end in taking:
+        before: Any = values[end] if end in values else copy.deepcopy(windowing.initial)
+        values[end] = _folded(windowing, before, notification)
     this = {sequence: stored}
     newer = time > state.time
     return structs.replace(
@@ -490,46 +385,37 @@ def is_older(state: KeyState[Any], sequence: int, stored: float) -> bool:
     return sequence <= greatest and stored <= newest and state.counted.get(sequence) != stored
 
 
-def close(state: KeyState[A], until: float) -> KeyState[A]:
+def close(state: KeyState[A], until: int) -> KeyState[A]:
     """Return the state with the windows closed that end by then; as it was, where there are none."""
-    if not any(state.closed < end(state, start) <= until for start in state.open):
-        return state
-    return structs.replace(state, closed=int(until // 1))
+    return structs.replace(state, closed=until) if any(state.closed < end <= until for end in state.open) else state
 
 
 def still_open(state: KeyState[A], *, passed: int) -> list[int]:
-    """Return the starts of its windows that take notifications, the oldest first. Those that end by `passed` do not,
+    """Return the ends of its windows that take notifications, the oldest first. Those that end by `passed` do not,
     whatever the key.
     """
-    closed = max(state.closed, passed)
-    return sorted(start for start in state.open if end(state, start) > closed)
+    return sorted(end for end in state.open if end > max(state.closed, passed))
 
 
 def first_end(state: KeyState[Any]) -> float:
     """Return when its first open window ends, as a time to close it by: before every time where one is closed and not
     done, after every time where none is open.
     """
-    first = min((end(state, start) for start in state.open), default=math.inf)
+    first = min(state.open, default=math.inf)
     return NEVER if first <= state.closed else first
 
 
-def last_end(state: KeyState[Any]) -> int:
-    """Return when the last of its open windows ends; before every time where none is open."""
-    return max((end(state, start) for start in state.open), default=NEVER)
-
-
 def due(state: KeyState[A]) -> list[int]:
-    """Return the starts of the windows that are closed and not done, the oldest first."""
-    return sorted(start for start in state.open if end(state, start) <= state.closed)
+    """Return the ends of the windows that are closed and not done, the oldest first."""
+    return sorted(end for end in state.open if end <= state.closed)
 
 
-def without(state: KeyState[A], start: int) -> KeyState[A]:
+def without(state: KeyState[A], end: int) -> KeyState[A]:
     """Return the state when this window is done; as it was, where it was done before."""
-    if start not in state.open:
+    if end not in state.open:
         return state
-    values = {known: value for known, value in state.open.items() if known != start}
-    ends = {known: end for known, end in state.ends.items() if known != start}
-    return structs.replace(state, open=values, ends=ends, retried=state.retried if values else [])
+    values = {known: value for known, value in state.open.items() if known != end}
+    return structs.replace(state, open=values, retried=state.retried if values else [])
 
 
 def _is_counted(state: KeyState[Any], sequence: int, stored: float, retry: str) -> bool:

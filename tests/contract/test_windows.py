@@ -757,6 +757,33 @@ async def test_values_of_another_type_are_told_with_the_cure(
         assert not t.dead_letters
 
 
+async def test_who_meets_windows_of_another_size_counts_nothing_until_they_have_its_own_again(
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
+) -> None:
+    """As where the bucket was deleted under a worker, and a worker of another version made it anew."""
+    declare(hourly())
+    disturbed: list[AgentDisturbed] = []
+    app.events.listen(disturbed.append, AgentDisturbed)
+    async with harness(app, server=url) as t:
+        await notify(t, 1)
+        await t.settle()
+        bucket = await app.session.backend.key_value(window_records.bucket_of("contract", "sums"))
+        progress = window_records.read_progress(await bucket.get(window_records.PROGRESS))
+        assert (progress.size, progress.every) == (3600, 3600)
+        other = msgspec.structs.replace(progress, every=600)
+        await bucket.put(window_records.PROGRESS, msgspec.json.encode(other))
+        await notify(t, 2)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not disturbed:
+                await t.advance(0.1)
+        assert "agent 'sums' has windows of size 1h and every 10m, and the code states" in str(disturbed[0].error)
+        assert {settled.reason for settled in t.settled("sums")} <= {"", "other_version"}
+        await bucket.put(window_records.PROGRESS, msgspec.json.encode(progress))
+        await notify(t, 61)
+        await t.settle()
+        assert (sums(t), t.dead_letters) == ({"0-60 all": 2}, [])
+
+
 async def test_a_value_may_be_made_of_parts(app: App, url: str | None) -> None:
     def gather(minutes: list[float], notification: Notification[Field]) -> list[float]:
         minutes.append(notification.payload.minute)

@@ -92,10 +92,9 @@ def states() -> WindowStates:
 
 def told(known: WindowStates, entry: Entry) -> None:
     """Read the state, and make the windows of it that are told to authors."""
-    progress = windows.WindowProgress(sizings=(HOURLY.sizing,))
-    for key, state in known.by_key([entry], progress).items():
-        for start in state.open:
-            windows.window(state, key, start)
+    for key, state in known.by_key([entry]).items():
+        for end in state.open:
+            windows.window(state, key, end, size=windows.LONGEST_SECONDS)
 
 
 OF_HEADERS: dict[str, Callable[[Message], object]] = {
@@ -113,8 +112,14 @@ OF_JSON: dict[str, tuple[bytes, type]] = {
         b'"time":"2026-11-22T06:00:00Z","longest_seconds":60.0}',
         consumer_records.ConsumerRecord,
     ),
-    "a window of a dead letter": (b'{"start":1700000000,"end":1700003600,"value":{"a":1}}', window_records.KeptWindow),
-    "progress": (b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5}}', windows.WindowProgress),
+    "a window of a dead letter": (
+        b'{"start":1700000000,"end":1700003600,"value":{"a":1},"values":"ab"}',
+        window_records.KeptWindow,
+    ),
+    "progress": (
+        b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5},"size":3600,"every":60}',
+        windows.WindowProgress,
+    ),
     "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"bits":"AAAA"}', windows.CountedPage),
 }
 TEXTS: dict[str, tuple[bytes, Callable[[str], object], type[Exception]]] = {
