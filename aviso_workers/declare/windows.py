@@ -1,8 +1,8 @@
 """Windows: notifications gathered by the time at which they happened, as one value for each key and stretch of time.
 
 Pure. What is known of a key is one `KeyState`, and each step that it takes is a function here: a notification is
-counted, windows are closed, one is done. What is known for all keys is a `WindowProgress`, and a `CountedPage` says
-with one bit for each sequence of the stream which notifications were counted that the states do not list any more.
+counted, windows are closed, one is done. What is known for all keys is a `WindowProgress`. Which notifications were
+counted that the states do not list any more is on pages (`seen`).
 
 All windows of an agent have one size and begin at one interval, which the progress has from the first worker: a worker
 whose code states others is refused. So a window is known by its end. `features.windows.handler` keeps all of these
@@ -16,7 +16,7 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from types import CodeType
 from typing import Annotated, Any, Generic, Never
@@ -28,12 +28,11 @@ from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare import durations
+from aviso_workers.declare.seen import NEVER, SeenList
 from aviso_workers.declare.verdicts import FinalError
 from aviso_workers.errors import DeclarationError, InvalidKeyError, LateError
-from aviso_workers.jetstream.sequences import has_bit, last_of_page, with_bits
 
 __all__ = [
-    "CountedPage",
     "KeyState",
     "SettledUpTo",
     "Window",
@@ -43,13 +42,8 @@ __all__ = [
     "close",
     "due",
     "first_end",
-    "has_missed",
-    "is_older",
     "late",
-    "leave_out",
     "newest",
-    "oldest",
-    "prune",
     "still_open",
     "window",
     "without",
@@ -58,8 +52,6 @@ __all__ = [
 A = TypeVar("A", default=Any)
 T = TypeVar("T", default=Any)
 
-NEVER = -(2**53)
-"""Before every time: the least whole number that JSON carries everywhere."""
 LISTED = 256
 """So many notifications a state may list as counted; then the older half of them is left out."""
 LONGEST_SECONDS = 9_223_372_036
@@ -204,14 +196,9 @@ class KeyState(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True
     """Of that one."""
     stored: float = NEVER
     """When the last was stored that was counted."""
-    counted: dict[int, float] = {}
-    """The newest that were counted: by sequence, when each was stored, because a stream that is recreated has the same
-    sequences. Fewer than `LISTED`, but for moments."""
-    missed: dict[int, float] = {}
-    """Those of `counted` that came too late for one of their windows, and not for all."""
-    left_out: tuple[int, float] = (0, NEVER)
-    """The greatest sequence and store time of those that were counted and are not in `counted` any more: they are
-    settled, or on a `CountedPage`."""
+    counted: SeenList = SeenList()
+    """The newest that were counted: fewer than `LISTED`, but for moments. The others are settled, or on a page. Those
+    have a mark that came too late for one of their windows, and not for all."""
     retried: list[str] = []
     """The dead letters that were tried again and counted. Their sequences may be settled all the same."""
 
@@ -245,44 +232,6 @@ class WindowProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The fingerprint of the type of the windows' values; only workers whose type has it count and close."""
 
 
-class CountedPage(
-    Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"counted": "bits", "missed": "missed_bits"}
-):
-    """Which sequences of one page (`jetstream.sequences`) were counted, whatever their keys.
-
-    Its fields are not called as those of `KeyState`, because versions before pages read it as one, which is empty then.
-    """
-
-    created: float
-    """When the stream was created whose sequences these are."""
-    newest: float = NEVER
-    """When the last of them was stored that was counted."""
-    counted: bytes = b""
-    missed: bytes = b""
-    """As `KeyState.missed`."""
-
-    def has(self, sequence: int, stored: float) -> bool:
-        """Return whether the message of this sequence and store time was counted."""
-        return self.created <= stored <= self.newest and has_bit(self.counted, sequence)
-
-    def has_missed(self, sequence: int) -> bool:
-        """Return whether one that it `has` came too late for one of its windows."""
-        return has_bit(self.missed, sequence)
-
-    def plus(self, counted: Mapping[int, float], missed: Iterable[int]) -> CountedPage:
-        """Return the page with these as well: store times by sequence, and which of them were late for a window."""
-        return structs.replace(
-            self,
-            newest=max([self.newest, *counted.values()]),
-            counted=with_bits(self.counted, counted),
-            missed=with_bits(self.missed, missed),
-        )
-
-    def is_settled(self, number: int, settled: SettledUpTo) -> bool:
-        """Return whether all that was counted on the page of this number is settled."""
-        return settled.covers(last_of_page(number), self.newest)
-
-
 def window(state: KeyState[A], key: str, end: int, *, size: int) -> Window[A]:
     """Return a window of the key, which is open or over and not done."""
     start, after = (datetime.fromtimestamp(each, UTC) for each in (end - size, end))
@@ -310,8 +259,8 @@ def add(
     letter that it was, if it was one. Raises `FinalError` where none of its windows is open, `DeclarationError` where
     `fold` returns None, and what `fold` raises.
     """
-    sequence, stored = notification.sequence, notification.time.timestamp()
-    if _is_counted(state, sequence, stored, retry):
+    sequence, stored = this = notification.sequence, notification.time.timestamp()
+    if this in state.counted.newest or (retry and retry in state.retried):
         return state
     containing = windowing.ends(time)
     taking = [end for end in containing if end > max(passed, state.closed)]
@@ -322,7 +271,6 @@ def add(
     for end in taking:
         before: Any = values[end] if end in values else copy.deepcopy(windowing.initial)
         values[end] = _folded(windowing, before, notification)
-    this = {sequence: stored}
     newer = time > state.time
     return structs.replace(
         state,
@@ -330,8 +278,7 @@ def add(
         time=time if newer else state.time,
         sequence=sequence if newer else state.sequence,
         stored=max(stored, state.stored),
-        counted=state.counted | this,
-        missed=state.missed if len(taking) == len(containing) else state.missed | this,
+        counted=state.counted.plus(this, marked=len(taking) < len(containing)),
         retried=[*state.retried, retry] if retry else state.retried,
     )
 
@@ -346,43 +293,6 @@ def _folded(windowing: Windowing[A, T], before: Any, notification: Notification[
 def late(text: str) -> FinalError:
     """Return the error of a notification that came too late: it would be late again."""
     return FinalError(LateError(text), reason="late")
-
-
-def has_missed(state: KeyState[Any], notification: Notification[Any]) -> bool:
-    """Return whether it was counted, and came too late for one of its windows."""
-    return state.missed.get(notification.sequence) == notification.time.timestamp()
-
-
-def prune(state: KeyState[A], settled: SettledUpTo) -> KeyState[A]:
-    """Return the state without those listed as counted that are settled."""
-    return leave_out(
-        state, [sequence for sequence, stored in state.counted.items() if settled.covers(sequence, stored)]
-    )
-
-
-def oldest(state: KeyState[Any]) -> dict[int, float]:
-    """Return the older half of those listed as counted: what comes next is rarely older than that."""
-    return {sequence: state.counted[sequence] for sequence in sorted(state.counted)[: len(state.counted) // 2]}
-
-
-def leave_out(state: KeyState[A], gone: Iterable[int]) -> KeyState[A]:
-    """Return the state that does not list these sequences as counted any more; as it was, where there are none."""
-    left_out = {sequence: state.counted[sequence] for sequence in gone}
-    if not left_out:
-        return state
-    sequence, stored = state.left_out
-    return structs.replace(
-        state,
-        counted={sequence: stored for sequence, stored in state.counted.items() if sequence not in left_out},
-        missed={sequence: stored for sequence, stored in state.missed.items() if sequence not in left_out},
-        left_out=(max([sequence, *left_out]), max([stored, *left_out.values()])),
-    )
-
-
-def is_older(state: KeyState[Any], sequence: int, stored: float) -> bool:
-    """Return whether the state alone cannot tell that a message was not counted, because it may have been left out."""
-    greatest, newest = state.left_out
-    return sequence <= greatest and stored <= newest and state.counted.get(sequence) != stored
 
 
 def close(state: KeyState[A], until: int) -> KeyState[A]:
@@ -416,10 +326,6 @@ def without(state: KeyState[A], end: int) -> KeyState[A]:
         return state
     values = {known: value for known, value in state.open.items() if known != end}
     return structs.replace(state, open=values, retried=state.retried if values else [])
-
-
-def _is_counted(state: KeyState[Any], sequence: int, stored: float, retry: str) -> bool:
-    return state.counted.get(sequence) == stored or (retry != "" and retry in state.retried)
 
 
 def _fingerprint(function: Callable[..., Any] | None) -> str:

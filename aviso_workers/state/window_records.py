@@ -6,18 +6,20 @@ what no state lists any more below `PAGES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, structs
 
 from aviso_workers.aviso import payloads
-from aviso_workers.aviso.codec import UNREADABLE_JSON, Message, read_json
+from aviso_workers.aviso.codec import UNREADABLE_JSON, Message, read_json, read_number
 from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
-from aviso_workers.declare import windows
+from aviso_workers.declare import seen, windows
 from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.seen import SeenPage
 from aviso_workers.declare.windows import KeyState, Window, Windowing, WindowProgress
 from aviso_workers.errors import (
     ConflictError,
@@ -40,6 +42,7 @@ __all__ = [
     "is_own",
     "is_window",
     "open_windows",
+    "pages",
     "put_back",
     "read_progress",
     "unfinished",
@@ -69,7 +72,7 @@ KEPT = (
     Kept(
         bucket=f"<app>{BUCKET_INFIX}<agent>",
         key=f"{PAGES}<number>",
-        holds="older notifications that were counted and are not settled (`declare.windows.CountedPage`)",
+        holds="older notifications that were counted and are not settled (`declare.seen.SeenPage`)",
         until="until all before them are settled",
     ),
 )
@@ -259,6 +262,17 @@ def bucket_of(app: str, agent: str) -> str:
 def is_own(entry: Entry) -> bool:
     """Return whether an entry of the bucket is the progress or a page, and no state of a key."""
     return entry.key == PROGRESS or entry.key.startswith(PAGES)
+
+
+def pages(entries: Iterable[Entry]) -> Iterator[tuple[Entry, int, SeenPage]]:
+    """Yield the pages among the entries that can be read, each with the last sequence that may be on it. Who counts on
+    one that cannot, fails, and is heard.
+    """
+    for entry in entries:
+        if entry.key.startswith(PAGES):
+            with suppress(UndecodableError):
+                number = read_number(entry.key.removeprefix(PAGES))
+                yield entry, seen.last_of_page(number), read_json(entry.value, SeenPage)
 
 
 def read_progress(entry: Entry | None) -> WindowProgress:

@@ -7,17 +7,17 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from aviso_workers import Notification, Windowing
 from aviso_workers.declare import windows
+from aviso_workers.declare.seen import NEVER
 from aviso_workers.declare.verdicts import FinalError
-from aviso_workers.declare.windows import CountedPage, KeyState, SettledUpTo
+from aviso_workers.declare.windows import KeyState, SettledUpTo
 from aviso_workers.errors import DeclarationError, LateError
-from aviso_workers.jetstream.sequences import PAGE_SEQUENCES
 
 
 def add(total: int, notification: Notification[int]) -> int:
@@ -40,7 +40,7 @@ def notification(sequence: int, *, payload: int = 1, stored: float | None = None
 def counted(state: KeyState[int], *times: float, window: Windowing[int, int]) -> KeyState[int]:
     """The state after notifications of these times, of sequences that follow those before."""
     for time in times:
-        state = windows.add(state, notification(max(state.counted, default=0) + 1), window, time=time)
+        state = windows.add(state, notification(max(state.counted.newest, default=(0, 0))[0] + 1), window, time=time)
     return state
 
 
@@ -157,29 +157,12 @@ class TestAState:
         state = windows.close(counted(KeyState(), 1, window=hopping), 5)
         late = notification(9)
         state = windows.add(state, late, hopping, time=2)
-        assert (state.open, windows.has_missed(state, late)) == ({5: 1, 10: 2}, True)
+        assert (state.open, state.counted.marked) == ({5: 1, 10: 2}, ((9, 9.0),))
         assert windows.add(state, late, hopping, time=2) is state
-        assert not windows.has_missed(state, notification(9, stored=10))
-
-    def test_leaves_out_what_is_settled(self) -> None:
-        state = counted(KeyState(), 1, 2, 3, window=windowing())
-        pruned = windows.prune(state, SettledUpTo(sequence=2, time=9))
-        assert (set(pruned.counted), pruned.left_out) == ({3}, (2, 2.0))
-        assert [windows.is_older(pruned, sequence, sequence) for sequence in (1, 2, 3, 4)] == [True, True, False, False]
-        assert not windows.is_older(pruned, 1, 10), "of a new stream"
-
-    def test_keeps_what_was_stored_after_the_server_said_what_is_settled(self) -> None:
-        state = counted(KeyState(), 1, 2, 3, window=windowing())
-        assert windows.prune(state, SettledUpTo(sequence=3, time=0.5)) is state, (
-            "those sequences were of another stream"
-        )
-
-    def test_leaves_out_the_older_half_where_it_lists_too_many(self) -> None:
-        state = counted(KeyState(), 1, 2, 3, 4, window=windowing())
-        assert windows.oldest(state) == {1: 1.0, 2: 2.0}
 
     def test_counts_a_dead_letter_that_is_tried_again_once(self) -> None:
-        state = windows.prune(counted(KeyState(), 1, 2, window=windowing()), SettledUpTo(sequence=2, time=9))
+        state = counted(KeyState(), 1, 2, window=windowing())
+        state = structs.replace(state, counted=state.counted.without({*state.counted.newest}))
         late_letter = notification(1)
         state = windows.add(state, late_letter, windowing(), time=1, retry="letter")
         assert state.open == {10: 3}
@@ -189,35 +172,15 @@ class TestAState:
         window = windowing()
         states = [counted(KeyState(), 5, 31, 7, window=window), counted(KeyState(), 30, window=window)]
         assert windows.newest(states) == (31, 2)
-        assert windows.newest([]) == (windows.NEVER, 0)
+        assert windows.newest([]) == (NEVER, 0)
 
 
-class TestAPage:
-    @given(st.lists(st.integers(0, PAGE_SEQUENCES - 1)), st.lists(st.integers(0, PAGE_SEQUENCES - 1)))
-    def test_has_what_was_put_on_it(self, numbers: list[int], late: list[int]) -> None:
-        page = CountedPage(created=0.0).plus({PAGE_SEQUENCES + each: 5.0 for each in [*numbers, *late]}, [])
-        page = page.plus({}, [PAGE_SEQUENCES + each for each in late])
-        found = {each for each in range(PAGE_SEQUENCES) if page.has(PAGE_SEQUENCES + each, 5.0)}
-        assert found == {*numbers, *late}
-        assert {each for each in found if page.has_missed(PAGE_SEQUENCES + each)} == set(late)
-
-    def test_has_nothing_of_a_stream_that_was_deleted_or_made_anew(self) -> None:
-        page = CountedPage(created=3.0).plus({7: 5.0}, [])
-        assert [page.has(7, stored) for stored in (2.0, 5.0, 6.0)] == [False, True, False]
-
-    def test_is_small_whatever_it_has(self) -> None:
-        page = CountedPage(created=0.0).plus(dict.fromkeys(range(PAGE_SEQUENCES), 1.0), range(PAGE_SEQUENCES))
-        assert len(msgspec.json.encode(page)) < 6000
-
-    def test_is_settled_when_its_last_sequence_is(self) -> None:
-        page = CountedPage(created=0.0).plus({5: 5.0}, [])
-        last = PAGE_SEQUENCES - 1
-        settled = [
-            SettledUpTo(sequence=last, time=5),
-            SettledUpTo(sequence=last - 1, time=5),
-            SettledUpTo(sequence=last, time=4),
-        ]
-        assert [page.is_settled(0, each) for each in settled] == [True, False, False]
+@pytest.mark.parametrize(
+    ("sequence", "stored", "covered"),
+    [(3, 9.0, True), (4, 9.0, False), pytest.param(2, 9.5, False, id="of a stream that was recreated since")],
+)
+def test_what_the_server_says_is_settled_covers(sequence: int, stored: float, covered: bool) -> None:
+    assert SettledUpTo(sequence=3, time=9.0).covers(sequence, stored) is covered
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), max_size=60), st.integers(0, 70))

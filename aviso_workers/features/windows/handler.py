@@ -1,8 +1,9 @@
 """An agent's notifications counted in windows, and its function run for each window that is over.
 
 What is known of a key is one value in a bucket, changed by compare-and-set, so that all workers count in the same
-windows and none is lost with its worker. The value also says which notifications it has counted, and `counted` knows
-those that are older: one that is delivered again counts once.
+windows and none is lost with its worker. The value also lists which notifications it has counted. Older ones are on
+pages of all keys (`features.seen`) until they are settled: so one that is delivered again counts once, and one that
+stays unsettled for long costs one bit for each message that its stream stores meanwhile.
 
 One worker, which holds a lease, closes windows. It takes the newest time that was counted, waits until the server knows
 that everything up to that notification is settled, whichever worker had it, and closes what ends `lateness` before that
@@ -31,6 +32,7 @@ from aviso_workers.aviso.literals import Duration, quoted
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Backend, ConsumerInfo
 from aviso_workers.declare import windows
+from aviso_workers.declare.seen import NEVER, Stored
 from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, OtherVersionError, Verdict
 from aviso_workers.declare.windows import KeyState, SettledUpTo, Window, Windowing, WindowProgress
 from aviso_workers.engine import calls
@@ -45,13 +47,12 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.events import UNAVAILABLE, Events, Unreadable, WindowDone, WindowFunctionsChanged
-from aviso_workers.features.windows import counted
-from aviso_workers.features.windows.counted import CountedPages
+from aviso_workers.features.seen import SeenPages
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import window_records
 from aviso_workers.state.dead_letter_records import RETRIED
-from aviso_workers.state.window_records import PROGRESS
+from aviso_workers.state.window_records import PAGES, PROGRESS
 
 __all__ = [
     "WindowHandler",
@@ -96,8 +97,10 @@ class WindowHandler:
         self._states = window_records.WindowStates(agent, on_unreadable=self._report_unreadable)
         bucket = window_records.bucket_of(app, agent.name)
         self._bucket = CachedKeyValue(backend, bucket, patience_seconds=patience_seconds)
-        from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
-        self._counted = CountedPages(from_server, backend, stream=stream)
+        self._from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
+        self._pages = SeenPages(
+            bucket=self._from_server, backend=backend, prefix=PAGES, stream=stream, listed=windows.LISTED
+        )
         self._lease = Lease(backend, app, of=f"windows/{agent.name}", events=events)
         self._counting = NotificationHandler(context, step=self._count)
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
@@ -169,21 +172,40 @@ class WindowHandler:
     async def _count(self, notification: Notification[Any]) -> None:
         """Count a notification. Raises `FinalError` for a late one, and what the author's functions raise."""
         time, key = self._windowing.time_of(notification), self._windowing.key_of(notification)
-        sequence, stored = notification.sequence, notification.time.timestamp()
+        this = notification.sequence, notification.time.timestamp()
         retry = notification.headers.get(RETRIED, "")
         was_missed = False
 
         async def add(state: KeyState[Any], progress: WindowProgress) -> KeyState[Any]:
             nonlocal was_missed
-            found = await self._counted.find(state, sequence, stored, retried=bool(retry))
-            was_missed = found == "missed"
+            found = await self._find(state, this, retried=bool(retry))
+            was_missed = found is True
             if found is not None:
                 return state
             return windows.add(state, notification, self._windowing, time=time, passed=progress.closed, retry=retry)
 
         state = await self._change(window_records.bucket_key(key), add)
-        if was_missed or windows.has_missed(state, notification):
+        if was_missed or this in state.counted.marked:
             raise windows.late("one of its windows had closed; it was counted in the others")
+
+    async def _find(self, state: KeyState[Any], this: Stored, *, retried: bool) -> bool | None:
+        """Return whether a counted notification was late for one of its windows; None where it was not counted.
+
+        `retried`: it is a dead letter that is tried again, which was settled without being counted.
+        """
+        found = await self._pages.find(state.counted, this)
+        if found is not None or retried or not state.counted.may_have_left_out(this):
+            return found
+        # After the page and from the server: a page is removed after the progress says that all on it is settled.
+        settled = window_records.read_progress(await self._from_server.get(PROGRESS)).settled
+        return False if settled.covers(*this) else None
+
+    async def _shortened(self, state: KeyState[Any], settled: SettledUpTo) -> KeyState[Any]:
+        """Return the state, which lists fewer than `windows.LISTED` as counted."""
+        if len(state.counted.newest) < windows.LISTED:
+            return state
+        counted = state.counted.without({each for each in state.counted.newest if settled.covers(*each)})
+        return structs.replace(state, counted=await self._pages.shortened(counted))
 
     async def _change(self, spelled: str, change: _Change) -> KeyState[Any]:
         """Change the state of a key by compare-and-set. Nothing is stored where `change` returns what it is given.
@@ -195,7 +217,7 @@ class WindowHandler:
                 entry = await self._bucket.get(spelled)
                 progress = await self._progress()
                 state = self._read_own(entry) if entry else KeyState()
-                state = await self._counted.shortened(state, progress.settled)
+                state = await self._shortened(state, progress.settled)
                 changed = await change(state, progress)
                 if changed is state:
                     return state
@@ -339,13 +361,16 @@ class WindowHandler:
 
         def advance(progress: WindowProgress) -> WindowProgress:
             # A stream that was recreated begins at 1 again; an agent that was reset has counted what it had counted.
-            made_anew = counted.newest_stream(contents.entries) > progress.settled.time
+            made_anew = max((page.created for *_, page in contents.pages), default=NEVER) > progress.settled.time
             if settled.sequence <= progress.settled.sequence and not made_anew:
                 return progress
             return structs.replace(progress, settled=settled)
 
         progress = await self._advance(advance)
-        await self._counted.remove_settled(contents.entries, progress.settled)
+        for entry, last, page in contents.pages:
+            if progress.settled.covers(last, page.latest):
+                with suppress(ConflictError):  # written meanwhile: the next time
+                    await self._from_server.delete(entry.key, revision=entry.revision)
         return progress
 
     async def _pass(self, info: ConsumerInfo, contents: _Contents, progress: WindowProgress) -> int:
@@ -364,7 +389,7 @@ class WindowHandler:
         """Return whether the agent was given nothing for long, by the server's clock: the worker's may be wrong."""
         if self._windowing.idle_seconds is None or info.num_pending or info.num_ack_pending:
             return False
-        delivered = info.last_delivered.timestamp() if info.last_delivered else windows.NEVER
+        delivered = info.last_delivered.timestamp() if info.last_delivered else NEVER
         return info.time.timestamp() - max(contents.stored, delivered) >= self._windowing.idle_seconds
 
     async def _close(self, key: str, until: int) -> None:
@@ -455,11 +480,10 @@ class _Contents:
     ) -> None:
         self.version = version
         """See `CachedKeyValue.version`."""
-        self.entries = [entry for entry in entries if window_records.is_own(entry)]
-        """Those that are not states."""
+        self.pages = list(window_records.pages(entries))
         self.states = states
         self.newest = windows.newest(states.values())
-        self.stored = max((state.stored for state in states.values()), default=windows.NEVER)
+        self.stored = max((state.stored for state in states.values()), default=NEVER)
         """When the last was stored that was counted."""
         self.first_end = min(map(windows.first_end, states.values()), default=math.inf)
         self.functions = functions
