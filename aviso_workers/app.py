@@ -585,7 +585,7 @@ class App(Router[S]):
             )
         if declared.policy.window is None:
             raise DeclarationError(f"agent {declared.name!r} has no windows: it is a function of no Window")
-        return await self.session.open_windows(declared, declared.policy.window, key)
+        return await self.session.open_windows(declared, key)
 
     @event_loops.awaited
     async def key_value(self, bucket: str) -> KeyValue:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from msgspec import Struct
 
-from aviso_workers.aviso.literals import Duration, printable, quoted
+from aviso_workers.aviso.literals import printable, quoted
 from aviso_workers.errors import line_of
 from aviso_workers.jetstream.identities import Identity
 
@@ -81,7 +81,6 @@ __all__ = [
     "Unreadable",
     "WindowDone",
     "WindowFunctionsChanged",
-    "WindowsResized",
     "all_kinds",
     "only_counted",
     "unheard",
@@ -693,40 +692,6 @@ class WindowFunctionsChanged(Event, frozen=True, kw_only=True):
     agent: str
     functions: tuple[str, ...]
     """Which of `fold`, `key` and `time`."""
-
-
-def _lengths(size_seconds: int, every_seconds: int, *, prefix: str = "") -> dict[str, str]:
-    """Return the size of windows, and how often they begin where they overlap."""
-    lengths = {f"{prefix}size": str(Duration(size_seconds))}
-    return lengths if every_seconds == size_seconds else lengths | {f"{prefix}every": str(Duration(every_seconds))}
-
-
-class WindowsResized(Event, frozen=True, kw_only=True):
-    """The code of the worker that closes an agent's windows states another size than that by which they are opened.
-
-    Windows that start at `since` or later have the new size. Those that start before keep the size that they have.
-    """
-
-    agent: str
-    size_seconds: int
-    every_seconds: int
-    """How often windows begin, from `since` on."""
-    before_size_seconds: int
-    before_every_seconds: int
-    since: int
-    """In seconds since 1970 UTC: the first moment, after all that was counted, at which windows of both sizes begin."""
-
-    def lines(self) -> Iterator[LogLine]:
-        yield self.line(
-            "warning",
-            "windows.resized",
-            "agent",
-            **_lengths(self.size_seconds, self.every_seconds),
-            **_lengths(self.before_size_seconds, self.before_every_seconds, prefix="before_"),
-            since=datetime.fromtimestamp(self.since, UTC).isoformat(),
-            cure="windows that start before keep their size; to have the new size at once, give the agent another "
-            "name and a start",
-        )
 
 
 class LeadershipChanged(Event, frozen=True, kw_only=True):

@@ -1,15 +1,12 @@
 """Windows: notifications gathered by the time at which they happened, as one value for each key and stretch of time.
 
 Pure. What is known of a key is one `KeyState`, and each step that it takes is a function here: a notification is
-counted, windows are closed, one is done. What is known for all keys is a `WindowProgress`, and a `CountedPage` says
-with one bit for each sequence of the stream which notifications were counted that the states do not list any more.
+counted, windows are closed, one is done. What is known for all keys is a `WindowProgress`. Which notifications were
+counted that the states do not list any more is on pages (`seen`).
 
-How long windows are, and how often they begin, is stored with them as `Sizings`, and only that counts: a worker whose
-code states another size counts and closes by what is stored. A new size is stored with the time from which on it holds,
-at which windows of the old and of the new size begin. So each window has one size from its beginning to its end, and
-each notification of tumbling windows is in one window.
-`features.windows.handler` keeps all of these where all workers find them, and says when a window closes. Times are
-seconds since 1970 UTC.
+All windows of an agent have one size and begin at one interval, which the progress has from the first worker: a worker
+whose code states others is refused. So a window is known by its end. `features.windows.handler` keeps all of these
+where all workers find them, and says when a window closes. Times are seconds since 1970 UTC.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from types import CodeType
 from typing import Annotated, Any, Generic, Never
@@ -31,37 +28,22 @@ from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare import durations
+from aviso_workers.declare.seen import NEVER, SeenList
 from aviso_workers.declare.verdicts import FinalError
 from aviso_workers.errors import DeclarationError, InvalidKeyError, LateError
-from aviso_workers.jetstream.sequences import has_bit, last_of_page, with_bits
 
 __all__ = [
-    "CountedPage",
     "KeyState",
     "SettledUpTo",
-    "Sizing",
-    "Sizings",
     "Window",
     "WindowProgress",
     "Windowing",
     "add",
     "close",
     "due",
-    "end",
-    "ended",
     "first_end",
-    "has_missed",
-    "is_older",
-    "last_end",
     "late",
-    "leave_out",
     "newest",
-    "oldest",
-    "prune",
-    "resized",
-    "sized",
-    "starts",
-    "still_needed",
     "still_open",
     "window",
     "without",
@@ -70,30 +52,10 @@ __all__ = [
 A = TypeVar("A", default=Any)
 T = TypeVar("T", default=Any)
 
-NEVER = -(2**53)
-"""Before every time: the least whole number that JSON carries everywhere."""
 LISTED = 256
 """So many notifications a state may list as counted; then the older half of them is left out."""
-LAST_SINCE = 253_370_764_800
-"""The beginning of the year 9999, later than any notification: a size that would hold from then on never does."""
 LONGEST_SECONDS = 9_223_372_036
 """No duration is longer that `Duration` reads."""
-
-
-class Sizing(Struct, frozen=True, array_like=True):
-    """The size of the windows that start at `since` or later, and how often they begin. All are in seconds."""
-
-    since: Annotated[int, Meta(ge=NEVER, le=LAST_SINCE)]
-    size: Annotated[int, Meta(ge=1, le=LONGEST_SECONDS)]
-    every: Annotated[int, Meta(ge=1, le=LONGEST_SECONDS)]
-
-    def is_as(self, other: Sizing) -> bool:
-        """Return whether windows have the same size and begin as often, since whenever."""
-        return (self.size, self.every) == (other.size, other.every)
-
-
-Sizings = tuple[Sizing, ...]
-"""At least one `Sizing`, the oldest first. Each holds until the next one begins, and the first one from ever."""
 
 
 class Window(Struct, Generic[A], frozen=True, kw_only=True):
@@ -200,10 +162,16 @@ class Windowing(Struct, Generic[A, T], frozen=True, kw_only=True):
             raise ValueError(f"the time of a notification needs a zone, and a year from 1001 to 8999; found {time!r}")
         return time.timestamp()
 
-    @property
-    def sizing(self) -> Sizing:
-        """How long these windows are, and how often they begin."""
-        return Sizing(NEVER, int(self.size_seconds), int(self.every_seconds))
+    def ends(self, time: float) -> list[int]:
+        """Return the ends of the windows that a time is in, the latest first."""
+        last = int(time // self.every_seconds) * self.every_seconds
+        first = int(time // 1) - self.size_seconds  # no window that starts then has the time
+        return [start + self.size_seconds for start in range(last, first, -self.every_seconds)]
+
+    def last_end(self, time: float) -> int:
+        """Return the end of the last window that is over at a time."""
+        last = (int(time // 1) - self.size_seconds) // self.every_seconds  # of integers: exact
+        return last * self.every_seconds + self.size_seconds
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -219,11 +187,7 @@ class KeyState(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True
     """The stored state of a key."""
 
     open: dict[int, A] = {}
-    """The values of the windows that are not done, by start."""
-    sizings: Sizings = ()
-    """By which the key's windows were opened, and are. Empty where an older version wrote the state; see `sized`."""
-    ends: dict[int, int] = {}
-    """By start, the ends of the windows of `open` that were dead letters: they may be older than all `sizings`."""
+    """The values of the windows that are not done, by end."""
     closed: int = NEVER
     """Windows that end by then take nothing any more."""
     time: float = NEVER
@@ -232,14 +196,9 @@ class KeyState(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True
     """Of that one."""
     stored: float = NEVER
     """When the last was stored that was counted."""
-    counted: dict[int, float] = {}
-    """The newest that were counted: by sequence, when each was stored, because a stream that is recreated has the same
-    sequences. Fewer than `LISTED`, but for moments."""
-    missed: dict[int, float] = {}
-    """Those of `counted` that came too late for one of their windows, and not for all."""
-    left_out: tuple[int, float] = (0, NEVER)
-    """The greatest sequence and store time of those that were counted and are not in `counted` any more: they are
-    settled, or on a `CountedPage`."""
+    counted: SeenList = SeenList()
+    """The newest that were counted: fewer than `LISTED`, but for moments. The others are settled, or on a page. Those
+    have a mark that came too late for one of their windows, and not for all."""
     retried: list[str] = []
     """The dead letters that were tried again and counted. Their sequences may be settled all the same."""
 
@@ -262,135 +221,21 @@ class WindowProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     closed: int = NEVER
     """As `KeyState.closed`."""
     settled: SettledUpTo = SettledUpTo()
-    sizings: Sizings = ()
-    """By which new states are begun. Empty until the first worker of this version counts or closes."""
+    size: Annotated[int, Meta(ge=0, le=LONGEST_SECONDS)] = 0
+    """The length of all windows, in seconds; 0 until the first worker begins. Only workers whose code states this size
+    and this interval count and close."""
+    every: int = 0
+    """The interval at which they begin, in seconds."""
     functions: dict[str, str] = {}
     """The `Windowing.fingerprints` of the worker that closes windows."""
     values: str = ""
     """The fingerprint of the type of the windows' values; only workers whose type has it count and close."""
 
 
-class CountedPage(
-    Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"counted": "bits", "missed": "missed_bits"}
-):
-    """Which sequences of one page (`jetstream.sequences`) were counted, whatever their keys.
-
-    Its fields are not called as those of `KeyState`, because versions before pages read it as one, which is empty then.
-    """
-
-    created: float
-    """When the stream was created whose sequences these are."""
-    newest: float = NEVER
-    """When the last of them was stored that was counted."""
-    counted: bytes = b""
-    missed: bytes = b""
-    """As `KeyState.missed`."""
-
-    def has(self, sequence: int, stored: float) -> bool:
-        """Return whether the message of this sequence and store time was counted."""
-        return self.created <= stored <= self.newest and has_bit(self.counted, sequence)
-
-    def has_missed(self, sequence: int) -> bool:
-        """Return whether one that it `has` came too late for one of its windows."""
-        return has_bit(self.missed, sequence)
-
-    def plus(self, counted: Mapping[int, float], missed: Iterable[int]) -> CountedPage:
-        """Return the page with these as well: store times by sequence, and which of them were late for a window."""
-        return structs.replace(
-            self,
-            newest=max([self.newest, *counted.values()]),
-            counted=with_bits(self.counted, counted),
-            missed=with_bits(self.missed, missed),
-        )
-
-    def is_settled(self, number: int, settled: SettledUpTo) -> bool:
-        """Return whether all that was counted on the page of this number is settled."""
-        return settled.covers(last_of_page(number), self.newest)
-
-
-def resized(sizings: Sizings, wanted: Sizing, *, counted: float, closed: int) -> Sizings:
-    """Return the sizings by which windows are as `wanted` as soon as that can be.
-
-    This is at the first moment at which windows of the last size that has begun and of the wanted one begin, after
-    `counted`, the time of the newest notification that was counted, and not before `closed`: so no window that has
-    begun is changed, and none of the new size lacks what was counted. It is not before `wanted.since` either, where
-    windows of both begin then.
-    """
-    begun = [sizing for sizing in sizings[1:] if sizing.since <= counted or sizing.since < closed]
-    begun.insert(0, sizings[0])
-    last = begun[-1]
-    if last.is_as(wanted):
-        return tuple(begun)
-    together = math.lcm(last.every, wanted.every)
-    after = max(counted, closed - 1)
-    since = wanted.since
-    if since <= after or since % together:
-        since = (int(after // together) + 1) * together
-    return (*begun, structs.replace(wanted, since=min(since, LAST_SINCE)))
-
-
-def still_needed(sizings: Sizings, *, closed: int, first_start: float = math.inf) -> Sizings:
-    """Return the sizings without those of which no window takes anything any more.
-
-    `closed` is as in `KeyState`; those of windows that start at `first_start` or later are needed as well. The windows
-    of a newer size that would have begun before it have closed too, so that none of them can be opened.
-    """
-    while len(sizings) > 1:
-        old, new = sizings[:2]
-        if first_start < new.since or closed < max(new.since - each.every + each.size for each in (old, new)):
-            break
-        sizings = sizings[1:]
-    return sizings if len(sizings) > 1 else tuple(structs.replace(each, since=NEVER) for each in sizings)
-
-
-def sized(state: KeyState[A], sizings: Sizings, *, passed: int) -> KeyState[A]:
-    """Return the state whose windows are as the newest of these sizings, which are those of all keys, as soon as that
-    can be; as it was, where they are. `passed` is as in `add`.
-
-    A state without sizings is of a new key, or was written by an older version, which knew one size.
-    """
-    if state.sizings == sizings:
-        return state
-    if state.sizings:
-        closed = max(state.closed, passed)
-        changed = resized(state.sizings, sizings[-1], counted=state.time, closed=closed)
-        sizings = still_needed(changed, closed=closed, first_start=min(state.open, default=math.inf))
-    return state if sizings == state.sizings else structs.replace(state, sizings=sizings)
-
-
-def starts(sizings: Sizings, time: float) -> list[int]:
-    """Return the starts of the windows that a time is in, the latest first."""
-    found: list[int] = []
-    until = math.inf
-    for sizing in reversed(sizings):
-        since = NEVER if sizing is sizings[0] else sizing.since
-        last = int(time // sizing.every) * sizing.every
-        first = int(time // 1) - sizing.size  # no window that starts then has the time
-        found += [start for start in range(last, first, -sizing.every) if since <= start < until]
-        until = since
-    return found
-
-
-def end(state: KeyState[Any], start: int) -> int:
-    """Return when a window of the key ends."""
-    if start in state.ends:
-        return state.ends[start]
-    sizing = state.sizings[0]
-    for later in state.sizings[1:]:
-        if later.since <= start:
-            sizing = later
-    return start + sizing.size
-
-
-def ended(sizings: Sizings, time: float) -> int:
-    """Return a number that grows when one more window has ended by then."""
-    return sum(int((time - sizing.size) // sizing.every) for sizing in sizings)
-
-
-def window(state: KeyState[A], key: str, start: int) -> Window[A]:
+def window(state: KeyState[A], key: str, end: int, *, size: int) -> Window[A]:
     """Return a window of the key, which is open or over and not done."""
-    begins, ends = (datetime.fromtimestamp(each, UTC) for each in (start, end(state, start)))
-    return Window(key=key, start=begins, end=ends, value=state.open[start])
+    start, after = (datetime.fromtimestamp(each, UTC) for each in (end - size, end))
+    return Window(key=key, start=start, end=after, value=state.open[end])
 
 
 def newest(states: Iterable[KeyState[Any]]) -> tuple[float, int]:
@@ -414,20 +259,18 @@ def add(
     letter that it was, if it was one. Raises `FinalError` where none of its windows is open, `DeclarationError` where
     `fold` returns None, and what `fold` raises.
     """
-    sequence, stored = notification.sequence, notification.time.timestamp()
-    if _is_counted(state, sequence, stored, retry):
+    sequence, stored = this = notification.sequence, notification.time.timestamp()
+    if this in state.counted.newest or (retry and retry in state.retried):
         return state
-    containing = starts(state.sizings, time)
-    closed = max(passed, state.closed)
-    taking = [start for start in containing if end(state, start) > closed]
+    containing = windowing.ends(time)
+    taking = [end for end in containing if end > max(passed, state.closed)]
     if not taking:
-        last = max(end(state, start) for start in containing)
-        raise late(f"all of its windows have closed, the last at {datetime.fromtimestamp(last, UTC).isoformat()}")
+        last = datetime.fromtimestamp(containing[0], UTC)
+        raise late(f"all of its windows have closed, the last at {last.isoformat()}")
     values = dict(state.open)
-    for start in taking:
-        before: Any = values[start] if start in values else copy.deepcopy(windowing.initial)
-        values[start] = _folded(windowing, before, notification)
-    this = {sequence: stored}
+    for end in taking:
+        before: Any = values[end] if end in values else copy.deepcopy(windowing.initial)
+        values[end] = _folded(windowing, before, notification)
     newer = time > state.time
     return structs.replace(
         state,
@@ -435,8 +278,7 @@ def add(
         time=time if newer else state.time,
         sequence=sequence if newer else state.sequence,
         stored=max(stored, state.stored),
-        counted=state.counted | this,
-        missed=state.missed if len(taking) == len(containing) else state.missed | this,
+        counted=state.counted.plus(this, marked=len(taking) < len(containing)),
         retried=[*state.retried, retry] if retry else state.retried,
     )
 
@@ -453,87 +295,37 @@ def late(text: str) -> FinalError:
     return FinalError(LateError(text), reason="late")
 
 
-def has_missed(state: KeyState[Any], notification: Notification[Any]) -> bool:
-    """Return whether it was counted, and came too late for one of its windows."""
-    return state.missed.get(notification.sequence) == notification.time.timestamp()
-
-
-def prune(state: KeyState[A], settled: SettledUpTo) -> KeyState[A]:
-    """Return the state without those listed as counted that are settled."""
-    return leave_out(
-        state, [sequence for sequence, stored in state.counted.items() if settled.covers(sequence, stored)]
-    )
-
-
-def oldest(state: KeyState[Any]) -> dict[int, float]:
-    """Return the older half of those listed as counted: what comes next is rarely older than that."""
-    return {sequence: state.counted[sequence] for sequence in sorted(state.counted)[: len(state.counted) // 2]}
-
-
-def leave_out(state: KeyState[A], gone: Iterable[int]) -> KeyState[A]:
-    """Return the state that does not list these sequences as counted any more; as it was, where there are none."""
-    left_out = {sequence: state.counted[sequence] for sequence in gone}
-    if not left_out:
-        return state
-    sequence, stored = state.left_out
-    return structs.replace(
-        state,
-        counted={sequence: stored for sequence, stored in state.counted.items() if sequence not in left_out},
-        missed={sequence: stored for sequence, stored in state.missed.items() if sequence not in left_out},
-        left_out=(max([sequence, *left_out]), max([stored, *left_out.values()])),
-    )
-
-
-def is_older(state: KeyState[Any], sequence: int, stored: float) -> bool:
-    """Return whether the state alone cannot tell that a message was not counted, because it may have been left out."""
-    greatest, newest = state.left_out
-    return sequence <= greatest and stored <= newest and state.counted.get(sequence) != stored
-
-
-def close(state: KeyState[A], until: float) -> KeyState[A]:
+def close(state: KeyState[A], until: int) -> KeyState[A]:
     """Return the state with the windows closed that end by then; as it was, where there are none."""
-    if not any(state.closed < end(state, start) <= until for start in state.open):
-        return state
-    return structs.replace(state, closed=int(until // 1))
+    return structs.replace(state, closed=until) if any(state.closed < end <= until for end in state.open) else state
 
 
 def still_open(state: KeyState[A], *, passed: int) -> list[int]:
-    """Return the starts of its windows that take notifications, the oldest first. Those that end by `passed` do not,
+    """Return the ends of its windows that take notifications, the oldest first. Those that end by `passed` do not,
     whatever the key.
     """
-    closed = max(state.closed, passed)
-    return sorted(start for start in state.open if end(state, start) > closed)
+    return sorted(end for end in state.open if end > max(state.closed, passed))
 
 
 def first_end(state: KeyState[Any]) -> float:
     """Return when its first open window ends, as a time to close it by: before every time where one is closed and not
     done, after every time where none is open.
     """
-    first = min((end(state, start) for start in state.open), default=math.inf)
+    first = min(state.open, default=math.inf)
     return NEVER if first <= state.closed else first
 
 
-def last_end(state: KeyState[Any]) -> int:
-    """Return when the last of its open windows ends; before every time where none is open."""
-    return max((end(state, start) for start in state.open), default=NEVER)
-
-
 def due(state: KeyState[A]) -> list[int]:
-    """Return the starts of the windows that are closed and not done, the oldest first."""
-    return sorted(start for start in state.open if end(state, start) <= state.closed)
+    """Return the ends of the windows that are closed and not done, the oldest first."""
+    return sorted(end for end in state.open if end <= state.closed)
 
 
-def without(state: KeyState[A], start: int) -> KeyState[A]:
+def without(state: KeyState[A], end: int) -> KeyState[A]:
     """Return the state when this window is done; as it was, where it was done before."""
-    if start not in state.open:
+    if end not in state.open:
         return state
-    values = {known: value for known, value in state.open.items() if known != start}
-    ends = {known: end for known, end in state.ends.items() if known != start}
-    return structs.replace(state, open=values, ends=ends, retried=state.retried if values else [])
-
-
-def _is_counted(state: KeyState[Any], sequence: int, stored: float, retry: str) -> bool:
-    return state.counted.get(sequence) == stored or (retry != "" and retry in state.retried)
+    values = {known: value for known, value in state.open.items() if known != end}
+    return structs.replace(state, open=values, retried=state.retried if values else [])
 
 
 def _fingerprint(function: Callable[..., Any] | None) -> str:

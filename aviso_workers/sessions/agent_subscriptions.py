@@ -326,7 +326,7 @@ class AgentSubscriptions:
         async def ensure() -> ConsumerInfo:
             await require_order()
             if windows is not None:
-                await windows.require_values()
+                await windows.require_same()
             return await shared.ensure()
 
         return [

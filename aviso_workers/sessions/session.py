@@ -26,7 +26,7 @@ from aviso_workers.declare import dependencies, resources
 from aviso_workers.declare.agents import Agent, Task
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
-from aviso_workers.declare.windows import Window, Windowing
+from aviso_workers.declare.windows import Window
 from aviso_workers.engine import failure_recorder, open_resources
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.failure_recorder import LastFailures
@@ -199,11 +199,11 @@ class Session:
         except NotFoundError:
             return False  # nothing was ever to be delivered later
 
-    async def open_windows(self, agent: Agent[Any, Any], windowing: Windowing[Any, Any], key: str) -> list[Window[Any]]:
+    async def open_windows(self, agent: Agent[Any, Any], key: str) -> list[Window[Any]]:
         """See `App.open_windows`."""
 
         async def attempt() -> list[Window[Any]]:
-            return await window_records.open_windows(agent, windowing, self.backend, app=self._app, key=key)
+            return await window_records.open_windows(agent, self.backend, app=self._app, key=key)
 
         patience = self._config.notification_backend.jetstream.publish_deadline_seconds
         return await retried(attempt, clock=self.backend.clock, patience_seconds=patience)

@@ -6,18 +6,20 @@ what no state lists any more below `PAGES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, structs
 
 from aviso_workers.aviso import payloads
-from aviso_workers.aviso.codec import UNREADABLE_JSON, Message, read_json
+from aviso_workers.aviso.codec import UNREADABLE_JSON, Message, read_json, read_number
 from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
-from aviso_workers.declare import windows
+from aviso_workers.declare import seen, windows
 from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.seen import SeenPage
 from aviso_workers.declare.windows import KeyState, Window, Windowing, WindowProgress
 from aviso_workers.errors import (
     ConflictError,
@@ -40,15 +42,16 @@ __all__ = [
     "is_own",
     "is_window",
     "open_windows",
+    "pages",
     "put_back",
     "read_progress",
-    "sized",
     "unfinished",
 ]
 
 BUCKET_INFIX = "_windows_"
-EARLIEST, LATEST = -62_135_596_800, 253_370_764_800
-"""Seconds since 1970 UTC: the beginnings of the years 1 and 9999. No datetime tells the end of a much later window."""
+EARLIEST, LATEST = -30_610_224_000, 253_370_764_800
+"""Seconds since 1970 UTC: the beginnings of the years 1000 and 9999. No window of a notification ends outside of them,
+and a datetime tells the start and the end of each window that ends within them."""
 NO_KEY = "="
 """Of windows without keys. No key is spelled like this."""
 PROGRESS, PAGES = "=passed", "=counted."
@@ -69,7 +72,7 @@ KEPT = (
     Kept(
         bucket=f"<app>{BUCKET_INFIX}<agent>",
         key=f"{PAGES}<number>",
-        holds="older notifications that were counted and are not settled (`declare.windows.CountedPage`)",
+        holds="older notifications that were counted and are not settled (`declare.seen.SeenPage`)",
         until="until all before them are settled",
     ),
 )
@@ -78,12 +81,12 @@ KEPT = (
 class KeptWindow(Struct, frozen=True, kw_only=True):
     """The body of a window's dead letter."""
 
-    start: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
+    start: int
     """Seconds since 1970 UTC, as the end."""
     end: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
     value: Any
-    values: str = ""
-    """As `WindowProgress.values`; empty where an older version stored the dead letter."""
+    values: str
+    """As `WindowProgress.values`."""
 
 
 def is_window(stream: str, *, app: str, agent: str) -> bool:
@@ -96,16 +99,17 @@ def is_window(stream: str, *, app: str, agent: str) -> bool:
 async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: str) -> None:
     """Put the window of a dead letter back, so that the function is run for it; `dead_letter` is what was stored of it.
 
-    Raises `UndecodableError`; `RefusedError` where the agent's windows have values of another type by now, so that it
-    could not go on with this one; `BackendError`.
+    Raises `UndecodableError`; `RefusedError` where the agent's windows have another size or values of another type by
+    now, so that it could not go on with this one; `BackendError`.
     """
     kept = read_json(dead_letter.data, KeptWindow)
-    bucket = await backend.key_value(bucket_of(app, agent))
-    values = read_progress(await bucket.get(PROGRESS)).values
-    if kept.values and values not in ("", kept.values):
+    bucket = await open_existing(backend, bucket_of(app, agent))
+    progress = read_progress(await bucket.get(PROGRESS)) if bucket else WindowProgress()
+    if bucket is None or (kept.end - kept.start, kept.values) != (progress.size, progress.values):
         raise RefusedError(
-            f"a window of agent {agent} has a value of another type than its windows have now: retry its dead letter "
-            "while a version with that type runs, or handle its body (`aviso-workers dead-letters show`) yourself"
+            f"a window of agent {agent} has another size, or a value of another type, than its windows have now: retry "
+            "its dead letter while a version with these runs, or handle its body (`aviso-workers dead-letters show`) "
+            "yourself"
         )
     key = dead_letter.subject.removeprefix(f"$KV.{bucket_of(app, agent)}.")
     while True:
@@ -113,8 +117,7 @@ async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: s
         state: KeyState[Any] = read_json(entry.value, KeyState[Any]) if entry else KeyState()
         state = structs.replace(
             state,
-            open={**state.open, kept.start: kept.value},
-            ends={**state.ends, kept.start: kept.end},  # the agent's windows may have another size by now
+            open={**state.open, kept.end: kept.value},
             closed=max(state.closed, kept.end),
         )
         try:
@@ -151,9 +154,7 @@ class WindowStates:
             state = self._read(entry.value)
         except UNREADABLE_JSON as error:
             raise self._unfit(error) from error
-        longest = max((sizing.size for sizing in state.sizings), default=0)
-        times = (*state.open, *(start + longest for start in state.open), *state.ends.values())
-        if not all(EARLIEST <= time <= LATEST for time in times):
+        if not all(EARLIEST <= end <= LATEST for end in state.open):
             raise UndecodableError(f"what windows of agent {self._agent.name!r} hold has a window of no time")
         return state
 
@@ -170,7 +171,7 @@ class WindowStates:
             "that opened them close them, or give the agent another name"
         )
 
-    def by_key(self, entries: Iterable[Entry], progress: WindowProgress) -> dict[str, KeyState[Any]]:
+    def by_key(self, entries: Iterable[Entry]) -> dict[str, KeyState[Any]]:
         """Return the states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
         known, self._known = self._known, {}
         for entry in entries:
@@ -178,9 +179,7 @@ class WindowStates:
                 found = known.get(entry.key)
                 self._known[entry.key] = found if found and found[0] is entry else (entry, self._readable(entry))
         return {
-            "" if spelled == NO_KEY else decode_key(spelled): windows.sized(
-                state, progress.sizings, passed=progress.closed
-            )
+            "" if spelled == NO_KEY else decode_key(spelled): state
             for spelled, (_, state) in self._known.items()
             if state is not None
         }
@@ -225,16 +224,12 @@ async def unfinished(agent: Agent[Any, Any], windowing: Windowing[Any, Any], bac
     bucket = await open_existing(backend, bucket_of(app, agent.name))
     if bucket is None:
         return 0
-    progress = sized(read_progress(await bucket.get(PROGRESS)), windowing)
-    entries = await bucket.entries()
-    states = WindowStates(agent, on_unreadable=_refuse).by_key(entries, progress).values()
-    until = windows.newest(states)[0] - windowing.lateness_seconds
+    states = WindowStates(agent, on_unreadable=_refuse).by_key(await bucket.entries()).values()
+    until = windowing.last_end(windows.newest(states)[0] - windowing.lateness_seconds)
     return sum(len(windows.due(windows.close(state, until))) for state in states)
 
 
-async def open_windows(
-    agent: Agent[Any, Any], windowing: Windowing[Any, Any], backend: Backend, *, app: str, key: str
-) -> list[Window[Any]]:
+async def open_windows(agent: Agent[Any, Any], backend: Backend, *, app: str, key: str) -> list[Window[Any]]:
     """Return the windows of a key that take notifications now, the oldest first, as the server has them.
 
     Nothing is made: without a bucket there are none. Raises `InvalidKeyError`, `UndecodableError`, `BackendError`.
@@ -244,15 +239,10 @@ async def open_windows(
     entry = None if bucket is None else await bucket.get(spelled)
     if bucket is None or entry is None:
         return []
-    progress = sized(read_progress(await bucket.get(PROGRESS)), windowing)
+    progress = read_progress(await bucket.get(PROGRESS))
     state = WindowStates(agent, on_unreadable=_refuse).read(entry)
-    state = windows.sized(state, progress.sizings, passed=progress.closed)
-    return [windows.window(state, key, start) for start in windows.still_open(state, passed=progress.closed)]
-
-
-def sized(progress: WindowProgress, windowing: Windowing[Any, Any]) -> WindowProgress:
-    """Return what is known for all keys, with the code's own sizing where none was stored."""
-    return progress if progress.sizings else structs.replace(progress, sizings=(windowing.sizing,))
+    still_open = windows.still_open(state, passed=progress.closed)
+    return [windows.window(state, key, end, size=progress.size) for end in still_open]
 
 
 def _refuse(_: Entry, error: UndecodableError) -> None:
@@ -272,6 +262,17 @@ def bucket_of(app: str, agent: str) -> str:
 def is_own(entry: Entry) -> bool:
     """Return whether an entry of the bucket is the progress or a page, and no state of a key."""
     return entry.key == PROGRESS or entry.key.startswith(PAGES)
+
+
+def pages(entries: Iterable[Entry]) -> Iterator[tuple[Entry, int, SeenPage]]:
+    """Yield the pages among the entries that can be read, each with the last sequence that may be on it. Who counts on
+    one that cannot, fails, and is heard.
+    """
+    for entry in entries:
+        if entry.key.startswith(PAGES):
+            with suppress(UndecodableError):
+                number = read_number(entry.key.removeprefix(PAGES))
+                yield entry, seen.last_of_page(number), read_json(entry.value, SeenPage)
 
 
 def read_progress(entry: Entry | None) -> WindowProgress:

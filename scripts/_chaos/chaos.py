@@ -369,9 +369,7 @@ def main() -> int:
     parser.add_argument("--servers", type=int, choices=(1, 3), default=1, help="how many servers (default: 1)")
     parser.add_argument("--workers", type=int, default=3, help="worker processes (default: 3)")
     parser.add_argument("--rate", type=float, default=100.0, help="notifications a second (default: 100)")
-    parser.add_argument(
-        "--mixed", action="store_true", help="workers of two versions, with other windows, filters and names"
-    )
+    parser.add_argument("--mixed", action="store_true", help="workers of two versions, with other filters and names")
     wanted = parser.parse_args()
     if wanted.mixed and wanted.workers < len(versions.VERSIONS):
         parser.error(f"--mixed needs {len(versions.VERSIONS)} workers or more")

@@ -13,6 +13,7 @@ from aviso_workers import DELETE, App, Batch, Delete, Notification, Reject, Retr
 from aviso_workers.declare.tables import PAGES
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, DeclarationError, OutcomeUnknownError
+from aviso_workers.features import seen
 from aviso_workers.features.tables import applied
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
@@ -332,7 +333,7 @@ async def test_notifications_that_are_older_than_their_stream_count_once(
         async def created(*_: Any) -> float:
             return t.clock.time_ns() / 1e9 + 3600
 
-        monkeypatch.setattr(applied, "_created", created)
+        monkeypatch.setattr(seen, "_created", created)
         for step in range(9):
             await t.notify("mars", mars(step=step), {})
         await t.settle()

@@ -33,7 +33,6 @@ from aviso_workers.events import (
     StreamProvisioned,
     TimerRescheduled,
     WindowFunctionsChanged,
-    WindowsResized,
 )
 from aviso_workers.features.windows import handler
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
@@ -197,51 +196,74 @@ async def notify(deploy: Deploy, minutes: range) -> None:
         await deploy.t.notify("mars", mars(step=next(STEPS), **{"class": "od"}), {"minute": minute})
 
 
+WINDOWS = "KV_contract_windows_sums"
+
+
+async def refused(deploy: Deploy, version: App, told: str) -> None:
+    """Wait until a version was refused again and again, each time with this text."""
+    before = len(deploy.stated(version, AgentDisturbed))
+    await deploy.until(lambda: len(deploy.stated(version, AgentDisturbed)) > before + 2)
+    for disturbed in deploy.stated(version, AgentDisturbed)[before:]:
+        assert isinstance(disturbed.error, RefusedError)
+        assert told in str(disturbed.error)
+
+
 @row("`size`, `every` of a `Windowing`")
 @pytest.mark.parametrize(
-    ("old", "new", "published"),
+    ("new", "told"),
     [
-        pytest.param(
-            {"size": "1h"},
-            {"size": "10m"},
-            {"06:00-07:00": 12, "07:00-07:10": 2, "07:10-07:20": 2, "07:20-07:30": 2},
-            id="shorter",
-        ),
-        pytest.param(
-            {"size": "10m"},
-            {"size": "1h"},
-            {**{f"06:{minute}0-06:{minute + 1}0": 2 for minute in range(5)}, "06:50-07:00": 2, "07:00-08:00": 12},
-            id="longer",
-        ),
-        pytest.param(
-            {"size": "1h"},
-            {"size": "1h", "every": "30m"},
-            {"06:00-07:00": 12, "07:00-08:00": 12},
-            id="hopping",
-        ),
+        pytest.param({"size": "10m"}, "size 10m and every 10m", id="shorter"),
+        pytest.param({"size": "1d"}, "size 1d and every 1d", id="longer"),
+        pytest.param({"every": "30m"}, "size 1h and every 30m", id="hopping"),
     ],
 )
-async def test_windows_keep_the_size_that_they_were_opened_with(
-    deploy: Deploy, old: dict[str, str], new: dict[str, str], published: dict[str, int]
+async def test_another_size_is_left_to_the_version_that_has_the_stored_one(
+    deploy: Deploy, new: dict[str, str], told: str
 ) -> None:
     found: dict[str, list[int]] = {}
-    before, after = Hours(found, **old), Hours(found, **new)
+    before, after = Hours(found), Hours(found, **new)
     await deploy.start(before.app)
     await notify(deploy, range(0, 30, 5))
     await deploy.until_handled("sums")
     await deploy.replace(before.app, after.app)
-    await notify(deploy, range(30, 50, 5))
+    stored = "agent 'sums' has windows of size 1h and every 1h, and the code states"
+    await refused(deploy, after.app, f"{stored} {told}: take the former ones back, or give the agent another name")
+    open_windows = await after.app.open_windows(after.sums)
+    assert [(window.start, window.end, window.value) for window in open_windows] == [
+        (SIX, SIX + timedelta(hours=1), 6)
+    ], "they are read with the stored size"
+    await notify(deploy, range(30, 65, 5))
+    if not deploy.rolling:
+        await deploy.t.advance(1.0)
+        assert not deploy.stated(after.app, Settled), "what comes waits"
+        await deploy.start(before.app)
     await deploy.until_handled("sums")
+    await deploy.until(lambda: found == {"06:00-07:00": [12]})
+    await deploy.stop_all(before.app, after.app)
+
+
+@row("`size`, `every` of a `Windowing`")
+async def test_windows_that_are_removed_begin_anew_with_another_size(deploy: Deploy) -> None:
+    found: dict[str, list[int]] = {}
+    before, after = Hours(found), Hours(found, size="10m")
+    await deploy.start(before.app)
+    await notify(deploy, range(0, 30, 5))
+    await deploy.until_handled("sums")
+    await deploy.replace(before.app, after.app)
+    await refused(deploy, after.app, "size 10m")
     await deploy.finish(before.app)
-    await deploy.until(lambda: deploy.stated(after.app, WindowsResized) != [])
-    await notify(deploy, range(50, 165, 5))
+    admin = deploy.t.app.session.admin
+    await admin.reset_consumer("MARS", "contract__sums", sequence=1)
+    await refused(deploy, after.app, "size 10m")
+    await admin.delete_stream(WINDOWS)
     await deploy.until_handled("sums")
-    await deploy.until(lambda: published.keys() <= found.keys())
-    expected = {label: [value] for label, value in published.items()}
-    assert {label: values for label, values in found.items() if label in published} == expected
-    [told] = deploy.stated(after.app, WindowsResized)
-    assert datetime.fromtimestamp(told.since, UTC) == SIX + timedelta(hours=1)
-    await deploy.stop_all(after.app)
+    await notify(deploy, range(30, 45, 5))
+    await deploy.until(
+        lambda: found == {"06:00-06:10": [2], "06:10-06:20": [2], "06:20-06:30": [2], "06:30-06:40": [2]}
+    )
+    await deploy.start(before.app)
+    await refused(deploy, before.app, "has windows of size 10m and every 10m, and the code states size 1h and every 1h")
+    await deploy.stop_all(before.app, after.app)
 
 
 class Count(msgspec.Struct, frozen=True):
@@ -640,17 +662,18 @@ async def test_what_is_stored_and_refused_by_new_rules_is_a_dead_letter(deploy: 
 
 class TestADeadLetterOfAWindow:
     @row("`size`, `every` of a `Windowing`")
-    async def test_keeps_its_end(self, deploy: Deploy) -> None:
+    async def test_of_another_size_stays_one(self, deploy: Deploy) -> None:
         found: dict[str, list[int]] = {}
         before, after = failing(), Hours(found, size="10m").app
         [dead_letter] = await self.stored(deploy, before)
-        await deploy.replace(before, after)
-        await deploy.finish(before)
-        await deploy.until(lambda: deploy.stated(after, WindowsResized) != [])
-        await notify(deploy, range(115, 165, 5))
-        await deploy.until(lambda: "08:30-08:40" in found)  # no hour is open any more
-        await self.retry(deploy, dead_letter)
-        await deploy.until(lambda: found.get("06:00-07:00") == [12])
+        await deploy.stop(before)
+        await deploy.t.app.session.admin.delete_stream(WINDOWS)
+        with pytest.raises(RefusedError, match="a window of agent sums has another size"):
+            await self.retry(deploy, dead_letter)
+        await deploy.start(after)
+        with pytest.raises(RefusedError, match="a window of agent sums has another size"):
+            await self.retry(deploy, dead_letter)
+        assert len(deploy.t.dead_letters) == 1
         await deploy.stop_all(after)
 
     @row("the type of a window's values")
@@ -661,7 +684,9 @@ class TestADeadLetterOfAWindow:
         bucket = await deploy.t.app.key_value("contract_windows_sums")
         await bucket.delete("=")  # as a key is forgotten that has no open window
         await deploy.start(after)
-        with pytest.raises(RefusedError, match="another type than its windows have now: retry its dead letter while"):
+        with pytest.raises(
+            RefusedError, match="a value of another type, than its windows have now: retry its dead letter while"
+        ):
             await self.retry(deploy, dead_letter)
         assert deploy.stated(after, AgentDisturbed) == []
         await deploy.stop_all(after)

@@ -13,13 +13,14 @@ import pytest
 
 from aviso_workers import Ack, Agent, App, Notification, Notify, Reject, Retry, RetryPolicy, Router, Window, Windowing
 from aviso_workers.clocks import LoopClock
-from aviso_workers.declare import windows
+from aviso_workers.declare import seen, windows
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
+from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import DeclarationError, LateError, RefusedError, UndecodableError
 from aviso_workers.events import AgentDisturbed, Event, Published, Unreadable, WindowDone
+from aviso_workers.features import seen as pages
 from aviso_workers.features.windows import handler
 from aviso_workers.features.windows.handler import WindowHandler
-from aviso_workers.jetstream import sequences
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import window_records
 from aviso_workers.testing import Harness, harness
@@ -757,6 +758,33 @@ async def test_values_of_another_type_are_told_with_the_cure(
         assert not t.dead_letters
 
 
+async def test_who_meets_windows_of_another_size_counts_nothing_until_they_have_its_own_again(
+    app: App, url: str | None, declare: Callable[..., Agent[Any, Any]]
+) -> None:
+    """As where the bucket was deleted under a worker, and a worker of another version made it anew."""
+    declare(hourly())
+    disturbed: list[AgentDisturbed] = []
+    app.events.listen(disturbed.append, AgentDisturbed)
+    async with harness(app, server=url) as t:
+        await notify(t, 1)
+        await t.settle()
+        bucket = await app.session.backend.key_value(window_records.bucket_of("contract", "sums"))
+        progress = window_records.read_progress(await bucket.get(window_records.PROGRESS))
+        assert (progress.size, progress.every) == (3600, 3600)
+        other = msgspec.structs.replace(progress, every=600)
+        await bucket.put(window_records.PROGRESS, msgspec.json.encode(other))
+        await notify(t, 2)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not disturbed:
+                await t.advance(0.1)
+        assert "agent 'sums' has windows of size 1h and every 10m, and the code states" in str(disturbed[0].error)
+        assert {settled.reason for settled in t.settled("sums")} <= {"", "other_version"}
+        await bucket.put(window_records.PROGRESS, msgspec.json.encode(progress))
+        await notify(t, 61)
+        await t.settle()
+        assert (sums(t), t.dead_letters) == ({"0-60 all": 2}, [])
+
+
 async def test_a_value_may_be_made_of_parts(app: App, url: str | None) -> None:
     def gather(minutes: list[float], notification: Notification[Field]) -> list[float]:
         minutes.append(notification.payload.minute)
@@ -812,7 +840,7 @@ async def test_what_dies_after_publishing_is_published_once(app: App) -> None:
 def stuck(app: App, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An agent of hourly sums whose notification of size 7 is tried again and again, until `stuck.clear()`."""
     monkeypatch.setattr(windows, "LISTED", 16)
-    monkeypatch.setattr(sequences, "PAGE_SEQUENCES", 64)
+    monkeypatch.setattr(seen, "PAGE_SEQUENCES", 64)
     stuck = [True]
 
     def add_later(total: int, notification: Notification[Field]) -> int:
@@ -834,7 +862,7 @@ async def test_while_one_is_tried_again_every_entry_stays_small(app: App, url: s
         await counted(t, 300)
         entries = await (await app.key_value("contract_windows_sums")).entries()
         (key,) = [msgspec.json.decode(entry.value) for entry in entries if entry.key == "="]
-        assert len(key["counted"]) < 16, "it lists all that was ever counted"
+        assert len(key["counted"]["newest"]) < 16, "it lists all that was ever counted"
         assert max(len(entry.value) for entry in entries) < 1000
         stuck.clear()
         await notify(t, 91)
@@ -892,6 +920,61 @@ async def test_nothing_is_kept_of_what_is_settled(app: App, url: str | None, stu
         await notify(t, 91)
         await t.settle()
         assert sums(t) == {"-30-30 all": 208, "0-60 all": 208}
+
+
+async def test_a_page_that_another_worker_has_added_to_meanwhile_is_not_removed(
+    app: App, url: str | None, stuck: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete, tries = RetryingKeyValue.delete, list[str]()
+
+    async def delete_too_late(bucket: RetryingKeyValue, key: str, **stated: Any) -> int:
+        if key == "=counted.0" and not tries:
+            tries.append(key)
+            entry = await bucket.get(key)
+            assert entry is not None
+            page = msgspec.json.decode(entry.value, type=seen.SeenPage)
+            await bucket.put(key, msgspec.json.encode(page.plus([(50, 9e9)], created=0.0)))  # it is not settled
+        return await delete(bucket, key, **stated)
+
+    monkeypatch.setattr(RetryingKeyValue, "delete", delete_too_late)
+    async with harness(app, server=url) as t:
+        await notify(t, 1, size=7)
+        await many(app, 200)
+        await counted(t, 200)
+        stuck.clear()
+        await t.settle()
+        await notify(t, 2)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not tries:
+                await t.advance(0.5)
+        await t.advance(3)
+        entry = await (await app.key_value("contract_windows_sums")).get("=counted.0")
+        assert entry is not None
+        assert msgspec.json.decode(entry.value, type=seen.SeenPage).find((50, 9e9)) is False
+
+
+async def test_what_is_counted_of_a_restored_stream_counts_once(
+    app: App, url: str | None, stuck: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its notifications are older than the stream, as those of a promoted mirror are."""
+
+    async def created(*_: Any) -> float:
+        return 9e9
+
+    monkeypatch.setattr(pages, "_created", created)
+    async with harness(app, server=url) as t:
+        await notify(t, 1, size=7)
+        await many(app, 150)
+        await counted(t, 150)
+        await app.session.admin.reset_consumer("MARS", "contract__sums", sequence=1)
+        await counted(t, 300)
+        bucket = await app.key_value("contract_windows_sums")
+        (key,) = [msgspec.json.decode(entry.value) for entry in await bucket.entries() if entry.key == "="]
+        assert len(key["counted"]["newest"]) < 16
+        stuck.clear()
+        await notify(t, 91)
+        await t.settle()
+        assert sums(t) == {"-30-30 all": 157, "0-60 all": 157}
 
 
 async def test_nothing_is_kept_of_what_is_settled_of_a_stream_that_was_recreated(

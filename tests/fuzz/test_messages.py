@@ -19,8 +19,8 @@ from aviso_workers.aviso.literals import printable_lines
 from aviso_workers.aviso.spatial import Footprint
 from aviso_workers.backends.jetstream.wire import Headers, header_block
 from aviso_workers.declare import windows
+from aviso_workers.declare.seen import SeenPage
 from aviso_workers.errors import UndecodableError
-from aviso_workers.features.windows import counted
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import (
     consumer_records,
@@ -92,10 +92,14 @@ def states() -> WindowStates:
 
 def told(known: WindowStates, entry: Entry) -> None:
     """Read the state, and make the windows of it that are told to authors."""
-    progress = windows.WindowProgress(sizings=(HOURLY.sizing,))
-    for key, state in known.by_key([entry], progress).items():
-        for start in state.open:
-            windows.window(state, key, start)
+    for key, state in known.by_key([entry]).items():
+        for end in state.open:
+            windows.window(state, key, end, size=windows.LONGEST_SECONDS)
+
+
+def pages(entry: Entry) -> None:
+    for _, last, page in window_records.pages([entry]):
+        windows.SettledUpTo(sequence=last, time=page.created).covers(last, page.latest)
 
 
 OF_HEADERS: dict[str, Callable[[Message], object]] = {
@@ -113,9 +117,15 @@ OF_JSON: dict[str, tuple[bytes, type]] = {
         b'"time":"2026-11-22T06:00:00Z","longest_seconds":60.0}',
         consumer_records.ConsumerRecord,
     ),
-    "a window of a dead letter": (b'{"start":1700000000,"end":1700003600,"value":{"a":1}}', window_records.KeptWindow),
-    "progress": (b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5}}', windows.WindowProgress),
-    "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"bits":"AAAA"}', windows.CountedPage),
+    "a window of a dead letter": (
+        b'{"start":1700000000,"end":1700003600,"value":{"a":1},"values":"ab"}',
+        window_records.KeptWindow,
+    ),
+    "progress": (
+        b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5},"size":3600,"every":60}',
+        windows.WindowProgress,
+    ),
+    "a page": (b'{"streams":[{"created":1700000000.5,"latest":1700000001.5,"seen":"AAAA"}]}', SeenPage),
 }
 TEXTS: dict[str, tuple[bytes, Callable[[str], object], type[Exception]]] = {
     "a subject": (b"mars.od.0001.g.2026%2E1.0000.oper.12", topics.check_subject, UndecodableError),
@@ -177,12 +187,12 @@ def test_any_json_is_what_it_should_be_or_is_undecodable(what: str, rounds: Call
 
 
 def test_any_state_of_a_window_is_read_or_is_undecodable(rounds: Callable[[int], Rounds]) -> None:
-    whole, known, turns = b'{"open":{"1700000000":5},"closed":3,"counted":{"7":1.5}}', states(), rounds(1000)
+    whole, known, turns = b'{"open":{"1700000000":5},"closed":3,"counted":{"newest":[[7,1.5]]}}', states(), rounds(1000)
     for chance in turns:
         key = mutated(chance.choice((b"od", b"=counted.7", b"=")), chance).decode("latin-1")
         entry = Entry(key=key, data=mutated(whole, chance), revision=1, time=None, deleted=False)  # type: ignore[arg-type]
         attempt(turns, partial(told, known, entry), UndecodableError)
-        attempt(turns, partial(counted.newest_stream, [entry]))
+        attempt(turns, partial(pages, entry))
 
 
 @pytest.mark.parametrize("what", TEXTS)

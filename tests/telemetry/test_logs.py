@@ -48,7 +48,6 @@ from aviso_workers.events import (
     Unreadable,
     WindowDone,
     WindowFunctionsChanged,
-    WindowsResized,
 )
 from aviso_workers.telemetry import failure_logs, logs
 from aviso_workers.telemetry.failure_logs import LINES_PER_PERIOD, OBSERVED, PERIOD_SECONDS, FailureLog
@@ -367,24 +366,6 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
         (
             WindowFunctionsChanged(agent="sums", functions=("fold", "key")),
             {"event": "windows.functions_changed", "level": "warning", "functions": ["fold", "key"]},
-        ),
-        (
-            WindowsResized(
-                agent="sums",
-                size_seconds=600,
-                every_seconds=60,
-                before_size_seconds=3600,
-                before_every_seconds=3600,
-                since=1_700_000_000,
-            ),
-            {
-                "event": "windows.resized",
-                "level": "warning",
-                "size": "10m",
-                "every": "1m",
-                "before_size": "1h",
-                "since": "2023-11-14T22:13:20+00:00",
-            },
         ),
         (
             ConnectionChanged(connected=False, reason="gone"),

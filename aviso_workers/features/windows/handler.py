@@ -1,8 +1,9 @@
 """An agent's notifications counted in windows, and its function run for each window that is over.
 
 What is known of a key is one value in a bucket, changed by compare-and-set, so that all workers count in the same
-windows and none is lost with its worker. The value also says which notifications it has counted, and `counted` knows
-those that are older: one that is delivered again counts once.
+windows and none is lost with its worker. The value also lists which notifications it has counted. Older ones are on
+pages of all keys (`features.seen`) until they are settled: so one that is delivered again counts once, and one that
+stays unsettled for long costs one bit for each message that its stream stores meanwhile.
 
 One worker, which holds a lease, closes windows. It takes the newest time that was counted, waits until the server knows
 that everything up to that notification is settled, whichever worker had it, and closes what ends `lateness` before that
@@ -18,7 +19,6 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -28,9 +28,11 @@ from msgspec import structs
 from aviso_workers import clocks
 from aviso_workers.aviso import payloads
 from aviso_workers.aviso.codec import Message
+from aviso_workers.aviso.literals import Duration, quoted
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Backend, ConsumerInfo
 from aviso_workers.declare import windows
+from aviso_workers.declare.seen import NEVER, Stored
 from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, OtherVersionError, Verdict
 from aviso_workers.declare.windows import KeyState, SettledUpTo, Window, Windowing, WindowProgress
 from aviso_workers.engine import calls
@@ -44,14 +46,13 @@ from aviso_workers.errors import (
     RefusedError,
     UndecodableError,
 )
-from aviso_workers.events import UNAVAILABLE, Events, Unreadable, WindowDone, WindowFunctionsChanged, WindowsResized
-from aviso_workers.features.windows import counted
-from aviso_workers.features.windows.counted import CountedPages
+from aviso_workers.events import UNAVAILABLE, Events, Unreadable, WindowDone, WindowFunctionsChanged
+from aviso_workers.features.seen import SeenPages
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import window_records
 from aviso_workers.state.dead_letter_records import RETRIED
-from aviso_workers.state.window_records import PROGRESS
+from aviso_workers.state.window_records import PAGES, PROGRESS
 
 __all__ = [
     "WindowHandler",
@@ -96,8 +97,10 @@ class WindowHandler:
         self._states = window_records.WindowStates(agent, on_unreadable=self._report_unreadable)
         bucket = window_records.bucket_of(app, agent.name)
         self._bucket = CachedKeyValue(backend, bucket, patience_seconds=patience_seconds)
-        from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
-        self._counted = CountedPages(from_server, backend, stream=stream)
+        self._from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
+        self._pages = SeenPages(
+            bucket=self._from_server, backend=backend, prefix=PAGES, stream=stream, listed=windows.LISTED
+        )
         self._lease = Lease(backend, app, of=f"windows/{agent.name}", events=events)
         self._counting = NotificationHandler(context, step=self._count)
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
@@ -106,7 +109,7 @@ class WindowHandler:
         self._awaited: tuple[float, int] | None = None
         """A time that has come when everything up to this sequence is settled."""
         self._failures: dict[tuple[str, int], int] = {}
-        """By key and start of a window, how often the function failed for it."""
+        """By key and end of a window, how often the function failed for it."""
         self._again_at: dict[tuple[str, int], float] = {}
         self._away_since: dict[tuple[str, int], float] = {}
         """When it failed first because something is away, on the agent's clock."""
@@ -114,17 +117,19 @@ class WindowHandler:
         self._progress_known = WindowProgress()
         """What was read last of what is known for all keys. It counts while a foreign value is in its place."""
         self._refused = _set_event()
-        """Set while this worker must not count, because the windows have values of another type than its own, or
-        `require_values` has not said yet that they have not."""
+        """Set while this worker must not count, because the windows have another size, or values of another type, than
+        its own, or `require_same` has not said yet that they have not."""
         self._gives_way = False
         """Whether that is because a worker of another version has begun since, which counts now."""
 
-    async def require_values(self) -> None:
-        """Say for all workers that values are of this worker's type from now on, where those of open windows can be.
+    async def require_same(self) -> None:
+        """Require windows of this worker's size, which the first worker begins; and say for all workers that values are
+        of this worker's type from now on, where those of open windows can be.
 
         Workers with another type cease to count, and begin again when no worker with this type closes windows any more.
         So while two versions run, the one counts that was started last, and the one that stays counts in the end.
-        Raises `RefusedError` where a value would lose a part of itself, or this worker has ceased so; `BackendError`.
+        Raises `RefusedError` for another size, where a value would lose a part of itself, or where this worker has
+        ceased so; `BackendError`.
         """
         if self._gives_way:
             raise RefusedError(self._states.other_type)
@@ -136,11 +141,11 @@ class WindowHandler:
             self._refused.set()
             raise RefusedError(str(error)) from error
         own = self._states.fingerprint
-        await self._advance(lambda progress: structs.replace(progress, values=own))
+        await self._advance(lambda progress: structs.replace(self._begun(progress), values=own))
         self._refused = anyio.Event()
 
     async def until_refused(self) -> None:
-        """Wait until the windows have values of another type, so that `require_values` has to be asked."""
+        """Wait until the size or the values' type is another one, so that `require_same` has to be asked."""
         await self._refused.wait()
 
     async def work(self) -> None:
@@ -167,34 +172,52 @@ class WindowHandler:
     async def _count(self, notification: Notification[Any]) -> None:
         """Count a notification. Raises `FinalError` for a late one, and what the author's functions raise."""
         time, key = self._windowing.time_of(notification), self._windowing.key_of(notification)
-        sequence, stored = notification.sequence, notification.time.timestamp()
+        this = notification.sequence, notification.time.timestamp()
         retry = notification.headers.get(RETRIED, "")
         was_missed = False
 
         async def add(state: KeyState[Any], progress: WindowProgress) -> KeyState[Any]:
             nonlocal was_missed
-            found = await self._counted.find(state, sequence, stored, retried=bool(retry))
-            was_missed = found == "missed"
+            found = await self._find(state, this, retried=bool(retry))
+            was_missed = found is True
             if found is not None:
                 return state
             return windows.add(state, notification, self._windowing, time=time, passed=progress.closed, retry=retry)
 
         state = await self._change(window_records.bucket_key(key), add)
-        if was_missed or windows.has_missed(state, notification):
+        if was_missed or this in state.counted.marked:
             raise windows.late("one of its windows had closed; it was counted in the others")
+
+    async def _find(self, state: KeyState[Any], this: Stored, *, retried: bool) -> bool | None:
+        """Return whether a counted notification was late for one of its windows; None where it was not counted.
+
+        `retried`: it is a dead letter that is tried again, which was settled without being counted.
+        """
+        found = await self._pages.find(state.counted, this)
+        if found is not None or retried or not state.counted.may_have_left_out(this):
+            return found
+        # After the page and from the server: a page is removed after the progress says that all on it is settled.
+        settled = window_records.read_progress(await self._from_server.get(PROGRESS)).settled
+        return False if settled.covers(*this) else None
+
+    async def _shortened(self, state: KeyState[Any], settled: SettledUpTo) -> KeyState[Any]:
+        """Return the state, which lists fewer than `windows.LISTED` as counted."""
+        if len(state.counted.newest) < windows.LISTED:
+            return state
+        counted = state.counted.without({each for each in state.counted.newest if settled.covers(*each)})
+        return structs.replace(state, counted=await self._pages.shortened(counted))
 
     async def _change(self, spelled: str, change: _Change) -> KeyState[Any]:
         """Change the state of a key by compare-and-set. Nothing is stored where `change` returns what it is given.
 
-        Raises `OtherVersionError` where the windows have values of another type.
+        Raises `OtherVersionError` where the windows have another size or values of another type.
         """
         async with self._locks.setdefault(spelled, anyio.Lock()):
             while True:
                 entry = await self._bucket.get(spelled)
                 progress = await self._progress()
                 state = self._read_own(entry) if entry else KeyState()
-                state = windows.sized(state, progress.sizings, passed=progress.closed)
-                state = await self._counted.shortened(state, progress.settled)
+                state = await self._shortened(state, progress.settled)
                 changed = await change(state, progress)
                 if changed is state:
                     return state
@@ -218,17 +241,38 @@ class WindowHandler:
         return await self._change(window_records.bucket_key(key), changed)
 
     async def _progress(self) -> WindowProgress:
-        """Return what is known for all keys. The first worker of all stores by which sizings windows are opened."""
+        """Return what is known for all keys; where the bucket was deleted meanwhile, it is begun anew. Raises as
+        `_change`.
+        """
         progress = self._read_progress(await self._bucket.get(PROGRESS))
-        if progress.values not in ("", self._states.fingerprint):
+        try:
+            if self._begun(progress) != progress:
+                progress = await self._advance(self._begun)
+        except RefusedError as error:
+            self._refused.set()
+            raise OtherVersionError(error) from error
+        if progress.values != self._states.fingerprint:
             self._gives_way = True
             self._refused.set()
             raise OtherVersionError(UndecodableError(self._states.other_type))
-        return (
-            progress
-            if progress.sizings
-            else await self._advance(partial(window_records.sized, windowing=self._windowing))
-        )
+        return progress
+
+    def _begun(self, progress: WindowProgress) -> WindowProgress:
+        """Return what is known for all keys, with this worker's size and type where none are stored.
+
+        Raises `RefusedError` where another size is stored.
+        """
+        size, every = self._windowing.size_seconds, self._windowing.every_seconds
+        if not progress.size:
+            return structs.replace(progress, size=size, every=every, values=self._states.fingerprint)
+        if (progress.size, progress.every) != (size, every):
+            raise RefusedError(
+                f"agent {self._agent.name!r} has windows of {_spelled(progress.size, progress.every)}, and the code "
+                f"states {_spelled(size, every)}: take the former ones back, or give the agent another name and a "
+                "start. To begin anew under this name, let the former version close its windows, stop all workers and "
+                f"run `aviso-workers agents rm {quoted(self._app)} --agent {quoted(self._agent.name)}`"
+            )
+        return progress
 
     def _read_own(self, entry: Entry) -> KeyState[Any]:
         """Return the state of an entry. Raises `OtherVersionError` where its values are of another type, and
@@ -264,7 +308,6 @@ class WindowHandler:
 
     async def _close_due(self, stop: anyio.Event) -> None:
         contents = await self._read()
-        await self._resize(contents)
         await self._note_functions(contents)
         if contents.first_end == math.inf:
             return
@@ -278,7 +321,7 @@ class WindowHandler:
         if not self._outage.pace.free:
             random.shuffle(keys)  # or those that fail would keep the others from being tried
         for key, state in keys:
-            until = windows.last_end(state) if idle and state.open else passed
+            until = max(state.open) if idle and state.open else passed
             if stop.is_set():
                 return
             if windows.due(windows.close(state, until)):
@@ -290,37 +333,8 @@ class WindowHandler:
         if version is None or self._contents is None or version != self._contents.version:
             progress = await self._progress()
             entries = await self._bucket.entries()
-            self._contents = _Contents(version, entries, self._states.by_key(entries, progress), progress)
+            self._contents = _Contents(version, entries, self._states.by_key(entries), progress.functions)
         return self._contents
-
-    async def _resize(self, contents: _Contents) -> None:
-        """Have windows opened as this worker's code says, as soon as that can be.
-
-        Only the worker that closes windows does this, so that the workers of two versions of a deploy do not do it in
-        turns, and the last of them that stays has its way.
-        """
-        wanted, (newest, _) = self._windowing.sizing, contents.newest
-
-        def resized(progress: WindowProgress) -> WindowProgress:
-            before = progress.sizings or contents.sizings
-            return structs.replace(
-                progress, sizings=windows.resized(before, wanted, counted=newest, closed=progress.closed)
-            )
-
-        if contents.sizings[-1].is_as(wanted):
-            return
-        progress = await self._advance(resized)
-        if progress.sizings != contents.sizings:
-            self._events.emit(
-                WindowsResized(
-                    agent=self._agent.name,
-                    size_seconds=wanted.size,
-                    every_seconds=wanted.every,
-                    before_size_seconds=contents.sizings[-1].size,
-                    before_every_seconds=contents.sizings[-1].every,
-                    since=progress.sizings[-1].since,
-                )
-            )
 
     async def _note_functions(self, contents: _Contents) -> None:
         """State which of the functions that make windows are others than those of the worker that closed them before.
@@ -347,61 +361,57 @@ class WindowHandler:
 
         def advance(progress: WindowProgress) -> WindowProgress:
             # A stream that was recreated begins at 1 again; an agent that was reset has counted what it had counted.
-            made_anew = counted.newest_stream(contents.entries) > progress.settled.time
+            made_anew = max((page.created for *_, page in contents.pages), default=NEVER) > progress.settled.time
             if settled.sequence <= progress.settled.sequence and not made_anew:
                 return progress
             return structs.replace(progress, settled=settled)
 
         progress = await self._advance(advance)
-        await self._counted.remove_settled(contents.entries, progress.settled)
+        for entry, last, page in contents.pages:
+            if progress.settled.covers(last, page.latest):
+                with suppress(ConflictError):  # written meanwhile: the next time
+                    await self._from_server.delete(entry.key, revision=entry.revision)
         return progress
 
-    async def _pass(self, info: ConsumerInfo, contents: _Contents, progress: WindowProgress) -> float:
+    async def _pass(self, info: ConsumerInfo, contents: _Contents, progress: WindowProgress) -> int:
         """Up to when windows are closed now. It is told to all before any window is."""
         known = progress.closed
         time, sequence = self._awaited = self._awaited or contents.newest
         if info.ack_floor < sequence and (info.num_pending or info.num_ack_pending):
             return known
         self._awaited = None
-        passed = int((time - self._windowing.lateness_seconds) // 1)
-        if windows.ended(contents.sizings, passed) <= windows.ended(contents.sizings, known):
-            return known
-
-        def advance(progress: WindowProgress) -> WindowProgress:
-            closed = max(progress.closed, passed)
-            needed = windows.still_needed(progress.sizings, closed=closed)
-            return structs.replace(progress, closed=closed, sizings=needed)
-
-        await self._advance(advance)
-        return passed
+        passed = self._windowing.last_end(time - self._windowing.lateness_seconds)
+        if passed > known:
+            await self._advance(lambda progress: structs.replace(progress, closed=max(progress.closed, passed)))
+        return max(passed, known)
 
     def _is_idle(self, info: ConsumerInfo, contents: _Contents) -> bool:
         """Return whether the agent was given nothing for long, by the server's clock: the worker's may be wrong."""
         if self._windowing.idle_seconds is None or info.num_pending or info.num_ack_pending:
             return False
-        delivered = info.last_delivered.timestamp() if info.last_delivered else windows.NEVER
+        delivered = info.last_delivered.timestamp() if info.last_delivered else NEVER
         return info.time.timestamp() - max(contents.stored, delivered) >= self._windowing.idle_seconds
 
-    async def _close(self, key: str, until: float) -> None:
+    async def _close(self, key: str, until: int) -> None:
         state = await self._update(key, lambda state: windows.close(state, until))
-        for start in windows.due(state):
-            place, now = (key, start), self._context.clock.monotonic()
+        for end in windows.due(state):
+            place, now = (key, end), self._context.clock.monotonic()
             if self._again_at.get(place, -math.inf) <= now and self._outage.begins(again=place in self._again_at):
-                await self._finish(windows.window(state, key, start), start)
+                await self._finish(windows.window(state, key, end, size=self._windowing.size_seconds), end)
 
-    async def _finish(self, window: Window[Any], start: int) -> None:
+    async def _finish(self, window: Window[Any], end: int) -> None:
         """Run the function, publish, and forget the window; or see to it that it is run again."""
-        context, place = self._context, (window.key, start)
+        context, place = self._context, (window.key, end)
         began = context.clock.monotonic()
         with context.outputs.keys() as keys:
             keys.begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
             failure = await calls.attempt_apart(context.step, window)
         if failure is None:
             self._outage.succeeded()
-        verdict = await self._judge(window, start, failure) if failure is not None else None
+        verdict = await self._judge(window, end, failure) if failure is not None else None
         again = self._again_in_seconds(place, verdict)
         if again is None:
-            await self._update(window.key, lambda state: windows.without(state, start))
+            await self._update(window.key, lambda state: windows.without(state, end))
             self._failures.pop(place, None)
             self._again_at.pop(place, None)
             self._away_since.pop(place, None)
@@ -420,9 +430,9 @@ class WindowHandler:
         )
         del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
 
-    async def _judge(self, window: Window[Any], start: int, failure: Failure) -> Ack | Verdict:
+    async def _judge(self, window: Window[Any], end: int, failure: Failure) -> Ack | Verdict:
         """Return what becomes of a window for which the function has failed; its dead letter is stored."""
-        end = int(window.end.timestamp())
+        start = end - self._windowing.size_seconds
         bucket, spelled = window_records.bucket_of(self._app, self._agent.name), window_records.bucket_key(window.key)
         kept = window_records.KeptWindow(start=start, end=end, value=window.value, values=self._states.fingerprint)
         message = Message(
@@ -434,8 +444,8 @@ class WindowHandler:
             message,
             failure,
             window=window,
-            failures=self._failures.get((window.key, start), 0),
-            away_seconds=self._away_seconds((window.key, start)),
+            failures=self._failures.get((window.key, end), 0),
+            away_seconds=self._away_seconds((window.key, end)),
             stream=f"KV_{bucket}",
             part=f"{spelled}@{start}",
         )
@@ -466,20 +476,22 @@ class _Contents:
         version: int | None,
         entries: Sequence[Entry],
         states: Mapping[str, KeyState[Any]],
-        progress: WindowProgress,
+        functions: dict[str, str],
     ) -> None:
         self.version = version
         """See `CachedKeyValue.version`."""
-        self.entries = [entry for entry in entries if window_records.is_own(entry)]
-        """Those that are not states."""
+        self.pages = list(window_records.pages(entries))
         self.states = states
         self.newest = windows.newest(states.values())
-        self.stored = max((state.stored for state in states.values()), default=windows.NEVER)
+        self.stored = max((state.stored for state in states.values()), default=NEVER)
         """When the last was stored that was counted."""
         self.first_end = min(map(windows.first_end, states.values()), default=math.inf)
-        self.sizings = progress.sizings
-        """Of all keys."""
-        self.functions = progress.functions
+        self.functions = functions
+        """As `WindowProgress.functions`."""
+
+
+def _spelled(size: int, every: int) -> str:
+    return f"size {Duration(size)} and every {Duration(every)}"
 
 
 def _set_event() -> anyio.Event:

@@ -27,7 +27,7 @@ __all__ = ["Suspect", "parse_key", "subject_of_key", "subjects_of_key", "suspect
 BUCKET, OF_KEYS = "KV_", "$KV."
 PIECE = re.compile(r"[^\W_]+|[\W_]")
 """A word of letters and digits, or one character between words."""
-POSITIONS = {"counted", "missed", "left_out", "sequence", "stored", "closed", "time"}
+POSITIONS = {"counted", "sequence", "stored", "closed", "time"}
 """The fields of the state of a window beside the values of windows: sequences and times."""
 
 POSITIONS_ONLY = ("timers",)
