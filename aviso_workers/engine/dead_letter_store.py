@@ -9,6 +9,7 @@ retries, under `aviso_workers.retries.<app>.<agent>`, where only that agent read
 
 from __future__ import annotations
 
+import secrets
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
@@ -106,8 +107,13 @@ class DeadLetterStore:
 
     async def _store_once(self, dead_letter: Message, message_id: str) -> PubAck:
         ack = await self._store(dead_letter, message_id)
-        while ack.duplicate and await message_at(self._backend, DEAD_LETTERS, ack.sequence) is None:
-            message_id = f"{message_id}.{ack.sequence}"  # that one was dropped meanwhile: this is another one as well
+        while ack.duplicate:
+            found = await message_at(self._backend, DEAD_LETTERS, ack.sequence)
+            if found is not None and found.subject == dead_letter.subject:
+                break
+            # It was dropped meanwhile, and this is another one as well. Or somebody else who may store dead letters of
+            # another agent has guessed the id, so that this one would be taken for that.
+            message_id = f"{message_id}.{ack.sequence if found is None else secrets.token_hex(8)}"
             ack = await self._store(dead_letter, message_id)
         return ack
 

@@ -97,13 +97,11 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     @classmethod
     def read(cls, message: Message) -> DeadLetter:
         """Return the dead letter that a message stores. Raises `UndecodableError` where it stores none."""
-        headers = dict(message.headers or {})
-        if why := answers.why_foreign(message):
-            raise UndecodableError(
-                f"message {message.sequence} of {DEAD_LETTERS} is not a dead letter: {why}; to remove it: "
-                f"nats stream rmm {quoted(DEAD_LETTERS)} {quoted(str(message.sequence))}"
-            )
+        headers = message.headers or {}
         try:
+            if why := answers.why_foreign(message):
+                raise UndecodableError(why)
+            _require_own(message, SUBJECT)
             return cls(
                 sequence=message.sequence,
                 time=store_time(message),
@@ -119,7 +117,8 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
             )
         except (KeyError, UndecodableError) as error:
             raise UndecodableError(
-                f"message {message.sequence} of {DEAD_LETTERS} is not a dead letter: {error}"
+                f"message {message.sequence} of {DEAD_LETTERS} is not a dead letter: {error}; to remove it: "
+                f"nats stream rmm {quoted(DEAD_LETTERS)} {quoted(str(message.sequence))}"
             ) from error
 
 
@@ -160,12 +159,23 @@ def unwrap(retry: Message) -> tuple[Message, str]:
     """Return the original that a message of the retries carries, and its stream."""
     headers = retry.headers or {}
     try:
+        _require_own(retry, RETRIES_SUBJECT)
         return _original(retry), headers["Aviso-Stream"]
     except (KeyError, UndecodableError):
         return (
             retry,
             RETRIES,
         )  # not written by us: it will not decode, and become a dead letter with its bytes
+
+
+def _require_own(message: Message, subject: str) -> None:
+    """Raise `UndecodableError` where the headers name another agent than the subject, which permissions of the server
+    concern; `KeyError` where they name none.
+    """
+    headers = message.headers or {}
+    app, agent = headers["Aviso-App"], headers["Aviso-Agent"]
+    if message.subject != f"{subject}.{app}.{agent}":
+        raise UndecodableError(f"its headers say that it is of agent {app}/{agent}, its subject is {message.subject}")
 
 
 def compressed(original: Message) -> Message:

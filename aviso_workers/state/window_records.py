@@ -103,6 +103,10 @@ async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: s
     now, so that it could not go on with this one; `BackendError`.
     """
     kept = read_json(dead_letter.data, KeptWindow)
+    prefix = f"$KV.{bucket_of(app, agent)}."
+    key = dead_letter.subject.removeprefix(prefix)
+    if not dead_letter.subject.startswith(prefix) or key == PROGRESS or key.startswith(PAGES):
+        raise UndecodableError(f"{dead_letter.subject} is no key of the agent's windows")
     bucket = await open_existing(backend, bucket_of(app, agent))
     progress = read_progress(await bucket.get(PROGRESS)) if bucket else WindowProgress()
     if bucket is None or (kept.end - kept.start, kept.values) != (progress.size, progress.values):
@@ -111,7 +115,6 @@ async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: s
             "its dead letter while a version with these runs, or handle its body (`aviso-workers dead-letters show`) "
             "yourself"
         )
-    key = dead_letter.subject.removeprefix(f"$KV.{bucket_of(app, agent)}.")
     while True:
         entry = await bucket.get(key)
         state: KeyState[Any] = read_json(entry.value, KeyState[Any]) if entry else KeyState()

@@ -8,10 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 import anyio
+import msgspec
 import nats
 import pytest
+from msgspec import structs
 
-from aviso_workers import App, Batch, Notification, RetryPolicy, Stream, Window, Windowing
+from aviso_workers import App, Batch, Notification, Reject, RetryPolicy, Stream, Window, Windowing
+from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin
 from aviso_workers.errors import UndecodableError
 from aviso_workers.events import Settled, Skipped, Ticked, Unreadable
@@ -194,6 +197,65 @@ async def test_a_dead_letter_that_was_forged_is_told_and_not_retried(app: App, t
     assert [event.sequence for event in skipped] == [2]
     assert "has no headers and is the answer of a server" in str(skipped[0].error)
     assert f"nats stream rmm {DEAD_LETTERS} 2" in str(skipped[0].error)
+
+
+async def test_a_dead_letter_of_another_app_that_says_it_is_of_this_one_is_not_handed_back(
+    app: App, t: Harness, handled: list[int]
+) -> None:
+    await t.notify("mars", mars(step="1"), "reject")
+    await t.settle()
+    backend = app.session.admin
+    letter = await backend.message(DEAD_LETTERS, 1)
+    assert letter is not None
+    forged = structs.replace(letter, subject=f"{dead_letter_records.SUBJECT}.evil.x", data=b"7")
+    await backend.publish(forged, message_id="forged", stream=DEAD_LETTERS, timeout_seconds=PATIENCE_SECONDS)
+    skipped: list[Skipped] = []
+    app.events.listen(skipped.append, Skipped)
+    stored = StoredDeadLetters(backend, app.config, events=app.events)
+    found = [letter async for letter in stored.select(Selection(app="contract"))]
+    assert [letter.sequence for letter in found] == [1]
+    assert "say that it is of agent contract/index, its subject is aviso_workers.dead_letters.evil.x" in str(
+        skipped[0].error
+    )
+    forged = structs.replace(forged, subject=dead_letter_records.retry_subject("contract", "index"))
+    wrong = structs.replace(forged, headers={**(letter.headers or {}), "Aviso-App": "evil"})
+    await backend.publish(wrong, message_id="wrong", stream=RETRIES, timeout_seconds=PATIENCE_SECONDS)
+    await t.settle()
+    assert handled == [1]
+    assert [letter.reason for letter in t.dead_letters] == ["rejected", "undecodable"]
+
+
+async def test_a_dead_letter_is_stored_although_another_app_has_taken_its_message_id(app: App, url: str | None) -> None:
+    """The id is made of what others can know: an app that reads the same stream stores something under it before."""
+    may_fail = anyio.Event()
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        await may_fail.wait()
+        raise Reject("no")
+
+    async with harness(app, server=url) as t:
+        receipt = await t.notify("mars", mars(step="1"), {})
+        backend = app.session.admin
+        await backend.create_stream(dead_letter_records.stream_spec(app.config))
+        original = await backend.message(receipt.stream, receipt.sequence)
+        assert original is not None
+        guessed = f"contract.index.{receipt.stream}.{receipt.sequence}.{original.timestamp_ns}."
+        squat = Message(subject=f"{dead_letter_records.SUBJECT}.evil.x", data=b"", headers={"A": "b"})
+        await backend.publish(squat, message_id=guessed, stream=DEAD_LETTERS, timeout_seconds=PATIENCE_SECONDS)
+        may_fail.set()
+        await t.settle()
+        stored = StoredDeadLetters(backend, app.config, events=app.events)
+        found = [(letter.agent, letter.original.sequence) async for letter in stored.select(Selection(app="contract"))]
+    assert found == [("index", receipt.sequence)]
+
+
+async def test_the_dead_letter_of_a_window_that_names_another_key_is_put_back_nowhere(app: App) -> None:
+    kept = window_records.KeptWindow(start=0, end=60, value=1, values="")
+    message = Message(subject="$KV.contract_leases.windows", data=msgspec.json.encode(kept))
+    async with harness(app):
+        with pytest.raises(UndecodableError, match="is no key of the agent's windows"):
+            await window_records.put_back(app.session.admin, message, app="contract", agent="count")
 
 
 @pytest.mark.needs_server(2, 12)
