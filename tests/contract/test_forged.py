@@ -222,7 +222,6 @@ async def test_a_dead_letter_of_another_app_that_says_it_is_of_this_one_is_not_h
     await backend.publish(wrong, message_id="wrong", stream=RETRIES, timeout_seconds=PATIENCE_SECONDS)
     await t.settle()
     assert handled == [1]
-    assert [letter.reason for letter in t.dead_letters] == ["rejected", "undecodable"]
 
 
 async def test_a_dead_letter_is_stored_although_another_app_has_taken_its_message_id(app: App, url: str | None) -> None:
