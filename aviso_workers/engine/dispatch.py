@@ -99,7 +99,9 @@ class Dispatch:
         """The size of the bodies of what is held and does not run."""
         self.trusted_until = math.inf
         """Nothing begins from this time on: the server may have given it to others."""
-        self.gathering = self.closed = self.only_alone = False
+        self.gathering = 0
+        """How many more redeliveries are gathered before anything begins; 0 while none are."""
+        self.closed = self.only_alone = False
         self.special = True
         """Whether `begin` has more to ask than for the first of `ready`."""
         self._pace = pace
@@ -139,8 +141,9 @@ class Dispatch:
             delivery.num_delivered > 1 or (not message.data and lacks_body(message))
         )
         self.waiting_bytes += len(message.data)
-        if self.gathering and delivery.num_delivered == 1 and delivery.can_be_read_again:
-            self.gathering = False  # a server delivers new messages after all redeliveries that are due
+        if self.gathering:  # a server delivers new messages after all redeliveries that are due
+            is_new = delivery.num_delivered == 1 and delivery.can_be_read_again
+            self.gathering = 0 if is_new else self.gathering - 1
         self._enter(delivery, now)
         return True
 
@@ -292,13 +295,16 @@ class Dispatch:
         """Let nothing begin any more: what comes is only held."""
         self.closed = self.special = True
 
-    def gather(self) -> None:
-        """Let nothing begin until `release`, or until something new comes."""
-        self.gathering = self.special = True
+    def gather(self, most: int) -> None:
+        """Gather redeliveries and let nothing begin, until `most` have come, a new message has, or `release` is called.
+
+        After a worker has died, the server redelivers its messages in the order in which their `ack_wait` ran out.
+        """
+        self.gathering, self.special = most, True
 
     def release(self) -> None:
         """Let begin what was gathered."""
-        self.gathering = False
+        self.gathering = 0
 
     def isolate(self, alone: bool) -> None:
         """Let nothing begin but a notification that is to run alone, or everything again."""

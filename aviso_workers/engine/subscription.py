@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, field
 
 from aviso_workers import clocks
 from aviso_workers.backends import Backend, Consumer, ConsumerInfo, Delivery
@@ -103,10 +103,6 @@ class SubscriptionRun:
             return 0
         return self.flow.capacity()
 
-    def pinned(self, stream: str) -> bool:
-        """Return whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
-        return self.flow.pinned(stream)
-
     def report_within(self, ack_wait_seconds: float) -> None:
         """Let no such time pass from now on without a report that what is held here is in progress."""
         self._ack_wait_seconds = ack_wait_seconds
@@ -120,10 +116,6 @@ class SubscriptionRun:
             self.flow.trust_until(self._clock.monotonic() + self._ack_wait_seconds)
         return self.flow.lapses
 
-    def attach(self, stream: str, consumer: Consumer) -> None:
-        """Add a consumer that is read from now on; it is called when there is capacity."""
-        self.flow.attach(stream, consumer)
-
     def detach(self, stream: str) -> None:
         """Remove a consumer that is not read any more. A stuck agent gives back what waits with its last one."""
         self.flow.detach(stream)
@@ -136,10 +128,6 @@ class SubscriptionRun:
             await anyio.sleep_forever()
         else:
             await self._timeouts.until_stuck()
-
-    async def until_lapsed(self) -> None:
-        """Wait until what is held here may have been given to others."""
-        await self.flow.lapsed.wait()
 
     async def until_not_stuck(self) -> None:
         if self._timeouts is not None and not self._keeps_reading:
@@ -168,7 +156,8 @@ class SubscriptionRun:
                         timer = self._clock.call_at(drained_by, partial(self._end_draining, draining))
                         self._stopping = True
                         self.flow.close()
-                        await self._stop_reading()
+                        for consumer in self.flow.consumers:
+                            await consumer.stop()  # before anything is given back: it would come here again
                         if not self.flow.ordered:  # else all of it at the end, or a key would overtake its head
                             self.returned += acknowledging.give_back(self.flow.withdraw())
                     timer.cancel()
@@ -177,7 +166,7 @@ class SubscriptionRun:
                 try:
                     await self._end_redeliveries()
                 finally:
-                    self.returned += acknowledging.give_back(self.flow.withdraw_all())
+                    self.returned += acknowledging.give_back(self.flow.withdraw(running=True))
             beating.cancel_scope.cancel()
 
     async def _abandon(self, scope: anyio.CancelScope) -> None:
@@ -187,7 +176,7 @@ class SubscriptionRun:
             if self._redeliveries is not None:
                 with clocks.move_on_after(self._clock, RECORDS_SECONDS):
                     await self._redeliveries.end()
-            self.abandoned = self.flow.withdraw_all()
+            self.abandoned = self.flow.withdraw(running=True)
             self.returned += acknowledging.give_back(self.abandoned)
             if self.abandoned and self._timeouts is not None:
                 self._timeouts.tell_abandoned([delivery.message.sequence for delivery in self.abandoned])
@@ -230,11 +219,6 @@ class SubscriptionRun:
                 await consumer.reached()
             return bool(self.flow.consumers)
         return False
-
-    async def _stop_reading(self) -> None:
-        """Before anything is given back: it would come here again."""
-        for consumer in self.flow.consumers:
-            await consumer.stop()
 
 
 class Subscription(Struct, frozen=True, kw_only=True):
@@ -286,7 +270,15 @@ async def keep_running(
                 tasks.start_soon(subscription.also, stop)
             async with anyio.create_task_group() as reading:
                 for feed in subscription.feeds:
-                    reader = _FeedReader(subscription, feed, backend=backend, events=events, stop=stop, drained=drained)
+                    reader = _FeedReader(
+                        name=subscription.name,
+                        run=run,
+                        feed=feed,
+                        backend=backend,
+                        events=events,
+                        stop=stop,
+                        drained=drained,
+                    )
                     reading.start_soon(reader.keep_reading)
                 await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
                 drained.set()
@@ -296,119 +288,111 @@ async def keep_running(
         await subscription.at_end()
 
 
-class _FeedReader:
-    """Keeps one feed of a subscription open."""
+class _FeedReader(Struct, eq=False, kw_only=True):
+    """Keeps one feed of a subscription open. It ends after `stop`, when all that was delivered is settled, which
+    `drained` says."""
 
-    def __init__(
-        self,
-        subscription: Subscription,
-        feed: Feed,
-        *,
-        backend: Backend,
-        events: Events,
-        stop: anyio.Event,
-        drained: anyio.Event,
-    ) -> None:
-        """It ends after `stop`, when all that was delivered is settled, which `drained` says."""
-        self._name = subscription.name
-        self._run = subscription.run
-        self._feed = feed
-        self._stream = feed.stream.name
-        self._backend = backend
-        self._clock = backend.clock
-        self._events = events
-        self._stop = stop
-        self._drained = drained
-        self._restarts = Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS)
-        self._gave_back = False
-        """Whether what waited was given back, because the agent was stuck."""
-        self._lapses = 0
-        """How often what was held had been left to others when this began to read."""
+    name: str
+    """That of the subscription."""
+    run: SubscriptionRun
+    feed: Feed
+    backend: Backend
+    events: Events
+    stop: anyio.Event
+    drained: anyio.Event
+    restarts: Restarts = field(default_factory=lambda: Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS))
+    gave_back: bool = False
+    """Whether what waited was given back, because the agent was stuck."""
+    lapses: int = 0
+    """How often what was held had been left to others when this began to read."""
+
+    @property
+    def stream(self) -> str:
+        return self.feed.stream.name
 
     async def keep_reading(self) -> None:
         """Read until it is to stop; what is lost is opened again after a wait."""
         async with anyio.create_task_group() as joining:
-            while not self._stop.is_set():
+            while not self.stop.is_set():
                 try:
                     await self._read(joining)
-                    self._gave_back = True
-                    await _run_until(self._stop, self._run.until_not_stuck)
+                    self.gave_back = True
+                    await _run_until(self.stop, self.run.until_not_stuck)
                 except BackendError as error:
                     await self._wait_after(error)
             joining.cancel_scope.cancel()
 
     async def _wait_after(self, error: BackendError) -> None:
         if isinstance(error, NotFoundError):
-            self._feed.provisioner.forget(self._stream)
-        delay = self._restarts.next_wait(self._clock.monotonic())
-        self._events.emit(AgentDisturbed(agent=self._name, stream=self._stream, error=error, again_in_seconds=delay))
-        await clocks.sleep_until(self._clock, delay, self._stop)
+            self.feed.provisioner.forget(self.stream)
+        delay = self.restarts.next_wait(self.backend.clock.monotonic())
+        self.events.emit(AgentDisturbed(agent=self.name, stream=self.stream, error=error, again_in_seconds=delay))
+        await clocks.sleep_until(self.backend.clock, delay, self.stop)
 
     async def _read(self, joining: TaskGroup) -> None:
         """Open the consumer and read it until it is lost, the agent is stuck, or it is to stop."""
-        feed, run, consumer = self._feed, self._run, self._feed.consumer.durable_name
+        feed, run, consumer = self.feed, self.run, self.feed.consumer.durable_name
         if (made := await self._ensured()) is None:
             return
         info, passed = made
-        left = self._gave_back or run.flow.lapses != self._lapses or not len(run.flow)
+        left = self.gave_back or run.flow.lapses != self.lapses or not len(run.flow)
         gathers = feed.in_order and info.num_ack_pending > 0 and left
-        self._gave_back = False
+        self.gave_back = False
         if gathers:
-            await clocks.sleep_until(self._clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, self._stop)
-            run.flow.gather(info.num_ack_pending)
+            await clocks.sleep_until(self.backend.clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, self.stop)
+            run.flow.dispatch.gather(info.num_ack_pending)
 
         if feed.repeats is not None:
             feed.repeats.opened(info)
-        lapses = self._lapses = run.begin_reading()
-        put = feeds.delivering(feed, run.flow, backend=self._backend, joining=joining)
+        lapses = self.lapses = run.begin_reading()
+        put = feeds.delivering(feed, run.flow, backend=self.backend, joining=joining)
 
         def deliver(deliveries: Sequence[Delivery]) -> None:
             if run.flow.lapses == lapses:  # else they may have come before this process was away
                 put(deliveries)
 
-        async with self._backend.consume(
-            self._stream, consumer, deliver=deliver, capacity=feed.capacity or run.capacity, priority=feed.priority
+        async with self.backend.consume(
+            self.stream, consumer, deliver=deliver, capacity=feed.capacity or run.capacity, priority=feed.priority
         ) as opened:
-            run.attach(self._stream, opened)
-            self._events.emit(AgentStarted(agent=self._name, stream=self._stream, consumer=consumer, passed=passed))
-            self._restarts.note_start(self._clock.monotonic())
+            run.flow.attach(self.stream, opened)
+            self.events.emit(AgentStarted(agent=self.name, stream=self.stream, consumer=consumer, passed=passed))
+            self.restarts.note_start(self.backend.clock.monotonic())
             if gathers:
-                joining.start_soon(_release_when_quiet, run.flow, self._clock)
+                joining.start_soon(_release_when_quiet, run.flow, self.backend.clock)
             try:
                 await self._read_on(opened)
             finally:
-                run.detach(self._stream)
+                run.detach(self.stream)
 
     async def _ensured(self) -> tuple[ConsumerInfo, Passed | None] | None:
         """Create the consumer if it is missing; return it and the position it had reached.
 
         Return None if the worker stops first: it does not wait for a server that does not answer.
         """
-        feed, made = self._feed, None
+        feed, made = self.feed, None
 
         async def make() -> None:
             nonlocal made
             await feed.provisioner.ensure(feed.stream)
-            ensured = feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(self._stream, feed.consumer)
+            ensured = feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(self.stream, feed.consumer)
             info = await ensured
             # Where the agent does not want everything, the consumer lets through more while its versions differ.
-            made = info, None if feed.leaves else await _passed(self._backend, feed.stream, info)
+            made = info, None if feed.leaves else await _passed(self.backend, feed.stream, info)
 
-        await _run_until(self._stop, make)
+        await _run_until(self.stop, make)
         return made
 
     async def _read_on(self, opened: Consumer) -> None:
-        ends = (opened.lost, self._run.until_stuck, self._run.until_lapsed, *self._feed.interrupted)
-        await _run_until(self._stop, *ends)
-        lapsed = self._run.flow.lapsed.is_set()
+        lapsed = self.run.flow.lapsed
+        await _run_until(self.stop, opened.lost, self.run.until_stuck, lapsed.wait, *self.feed.interrupted)
         await opened.stop()
-        if self._stop.is_set():
-            await self._drained.wait()
+        if self.stop.is_set():
+            await self.drained.wait()
         # What does not get through is delivered again: late, but not lost.
-        with clocks.move_on_after(self._clock, SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
+        with clocks.move_on_after(self.backend.clock, SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
             await opened.settled()
-        if lapsed and not self._stop.is_set():
-            self._gave_back = True
+        if lapsed.is_set() and not self.stop.is_set():
+            self.gave_back = True
             raise UnavailableError(
                 "this worker was away for longer than ack_wait: what it held and had not begun is left to others"
             )
@@ -417,10 +401,10 @@ class _FeedReader:
 async def _release_when_quiet(flow: Flow, clock: Clock) -> None:
     """Let the flow hand out what it gathers once nothing more comes: the rest is held by workers that live."""
     missing = 0
-    while flow.gather_left and flow.gather_left != missing:
-        missing = flow.gather_left
+    while flow.dispatch.gathering and flow.dispatch.gathering != missing:
+        missing = flow.dispatch.gathering
         await clock.sleep(QUIET_SECONDS)
-    if flow.gather_left:
+    if flow.dispatch.gathering:
         flow.release()
 
 

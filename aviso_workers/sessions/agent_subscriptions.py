@@ -351,7 +351,7 @@ class AgentSubscriptions:
                 unwrap=Requeued,
                 refuses=self._refuses,
                 leaves=leaves,
-                capacity=(lambda: int(run.pinned(stream.name))) if policy.singleton else None,
+                capacity=(lambda: int(run.flow.pinned(stream.name))) if policy.singleton else None,
             ),
         ]
 

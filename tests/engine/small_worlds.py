@@ -567,7 +567,7 @@ class World:
         self.dispatch.trusted_until = math.inf
 
     def on_gather(self) -> None:
-        self.dispatch.gather()
+        self.dispatch.gather(2)
 
     def on_release(self) -> None:
         self.dispatch.release()
