@@ -179,7 +179,7 @@ class ConsumerRecorder:
         record any more; None where no consumer of this stream is known.
         """
         try:
-            last_sequence = await self._read()
+            await self._read()
         except NotFoundError:
             raise  # the stream is gone too: it is recreated first
         except BackendError as error:
@@ -189,11 +189,11 @@ class ConsumerRecorder:
             ) from error
         # A stream whose server lost its end, as without power, stores other notifications under the sequences it had.
         settled = self._last.ack_floor if self._last else self._seen
-        return None if settled is None else min(settled, last_sequence)
+        return None if settled is None else min(settled, self._end)
 
-    async def _read(self) -> int:
-        """Read the record, and return the last sequence of the stream. A record of another stream of that name, or of a
-        consumer that an operator has removed, counts for nothing.
+    async def _read(self) -> None:
+        """Read the record, and where the stream ends. A record of another stream of that name, or of a consumer that an
+        operator has removed, counts for nothing.
         """
         info = await self._backend.stream_info(self._stream)
         created = info.created or info.time
@@ -202,12 +202,9 @@ class ConsumerRecorder:
             self._seen = None
         self._created, self._last = created, record if record and record.holds_for(created) else None
         self._end = info.last_sequence
-        return info.last_sequence
 
     async def _store(self, consumer: ConsumerInfo) -> None:
-        assert self._created is not None
-        record = self._of(consumer, self._created)
-        last = self._last
+        record, last = self._of(consumer), self._last
         if (
             last is None
             or structs.replace(record, time=last.time) != last
@@ -216,7 +213,8 @@ class ConsumerRecorder:
             await (await consumer_records.bucket(self._backend)).put(self._key, msgspec.json.encode(record))
             self._last = record
 
-    def _of(self, consumer: ConsumerInfo, stream_created: datetime) -> ConsumerRecord:
+    def _of(self, consumer: ConsumerInfo) -> ConsumerRecord:
+        assert self._created is not None
         has_work = (consumer.num_pending or consumer.num_ack_pending) and not consumer.paused
         # Only `move` takes the record back: whoever else took the consumer back had it handle again what was settled.
         recorded = self._last.ack_floor if self._last and self._last.ack_floor <= self._end else 0
@@ -224,7 +222,7 @@ class ConsumerRecorder:
         stands = self._last is not None and self._last.ack_floor == ack_floor
         before = self._last.unfinished_since if self._last and stands else None
         return ConsumerRecord(
-            stream_created=stream_created,
+            stream_created=self._created,
             ack_floor=ack_floor,
             filter_subjects=tuple(consumer.config.filters),
             time=consumer.time,
