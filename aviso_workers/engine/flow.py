@@ -57,10 +57,6 @@ PACED_PREFETCH = 250
 """How many are held while the pace is not free: with 64, what lies behind 500 bad ones came twenty times later."""
 
 
-def _ignore(_: Delivery) -> None:
-    """Do nothing: for a flow whose owner need not hear of what was lost."""
-
-
 class Flow:
     """What one worker holds for one agent, and what it asks for."""
 
@@ -75,7 +71,7 @@ class Flow:
         isolation: Isolation | None = None,
         limits: Sequence[Limit] = (),
         pace: Pace | None = None,
-        on_lost: Callable[[Delivery], None] = _ignore,
+        on_lost: Callable[[Delivery], None] = lambda _: None,
     ) -> None:
         """With `isolation`, redeliveries are returned by `take_redelivered`, and by `take` only after `admit`.
 
