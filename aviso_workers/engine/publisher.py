@@ -461,7 +461,11 @@ class Publisher:
             return [error] * len(chunk)
         outgoing = [prepared.schedule or prepared.outgoing for prepared in chunk]
         if together:
-            results = await self._publish_together(outgoing)
+            try:
+                ack = await self._backend.publish_together(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS)
+                results: Sequence[PubAck | BackendError] = [ack] * len(chunk)
+            except BackendError as error:
+                results = [error] * len(chunk)
         else:
             results = await self._backend.publish_many(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS, answered=answered)
         for prepared, result in zip(chunk, results, strict=True):
@@ -478,13 +482,6 @@ class Publisher:
         with suppress(NotFoundError):  # the stream was deleted since
             await key_orders.require_same(self._backend, spec.name, event_type, tuple(topic.key_order))
             self._orders.add(spec.name)
-
-    async def _publish_together(self, outgoing: Sequence[Outgoing]) -> list[PubAck | BackendError]:
-        try:
-            ack = await self._backend.publish_together(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS)
-        except BackendError as error:
-            return [error] * len(outgoing)
-        return [ack] * len(outgoing)
 
     def _emit(self, event_type: str, outcome: PublishOutcome, attempts: int, *, count: int = 1) -> None:
         self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=attempts, count=count))

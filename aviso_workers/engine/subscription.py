@@ -66,72 +66,61 @@ class Handler(Protocol):
         """Take from the flow and settle, until the flow is closed."""
 
 
-class SubscriptionRun:
+class SubscriptionRun(Struct, eq=False, kw_only=True):
     """A subscription's workers, which outlive a lost consumer: what runs goes on while the consumer is opened again."""
 
-    def __init__(
-        self,
-        handler: Handler,
-        *,
-        flow: Flow,
-        clock: Clock,
-        ack_wait_seconds: float,
-        redeliveries: Redeliveries | None = None,
-        timeouts: Timeouts | None = None,
-        keeps_reading: bool = False,
-        shield: Shield | None = None,
-    ) -> None:
-        """One that `keeps_reading` does so while all of its calls hang, because nobody else could take anything."""
-        self.flow = flow
-        self.returned = 0
-        """Deliveries that were given back because the worker stops."""
-        self.abandoned: list[Delivery] = []
-        """Deliveries that were given back although their calls still run, because these cannot be cancelled."""
-        self._handler = handler
-        self._redeliveries = redeliveries
-        self._timeouts = timeouts
-        self._keeps_reading = keeps_reading
-        self._shield = shield or Shield(clock)
-        self._clock = clock
-        self._ack_wait_seconds = ack_wait_seconds
-        self._beat_again = anyio.Event()
-        self._stopping = False
+    handler: Handler
+    flow: Flow
+    clock: Clock
+    ack_wait_seconds: float
+    """No such time passes without a report that what is held here is in progress."""
+    shield: Shield
+    redeliveries: Redeliveries | None = None
+    timeouts: Timeouts | None = None
+    keeps_reading: bool = False
+    """Whether it reads on while all of its calls hang, because nobody else could take anything."""
+    returned: int = 0
+    """Deliveries that were given back because the worker stops."""
+    abandoned: list[Delivery] = []
+    """Deliveries that were given back although their calls still run, because these cannot be cancelled."""
+    beat_again: anyio.Event = field(default_factory=anyio.Event)
+    stopping: bool = False
 
     def capacity(self) -> int:
         """Return how many deliveries could be taken now."""
-        if self._stopping or self._is_stuck:
+        if self.stopping or self._is_stuck:
             return 0
         return self.flow.capacity()
 
     def report_within(self, ack_wait_seconds: float) -> None:
         """Let no such time pass from now on without a report that what is held here is in progress."""
-        self._ack_wait_seconds = ack_wait_seconds
-        self._beat_again.set()
+        self.ack_wait_seconds = ack_wait_seconds
+        self.beat_again.set()
 
     def begin_reading(self) -> int:
         """Trust what a consumer delivers that is opened now, and return how often what was held was left to others: its
         deliveries count only as long as that is so.
         """
-        if not self.flow.consumers and not self._keeps_reading:
-            self.flow.trust_until(self._clock.monotonic() + self._ack_wait_seconds)
+        if not self.flow.consumers and not self.keeps_reading:
+            self.flow.trust_until(self.clock.monotonic() + self.ack_wait_seconds)
         return self.flow.lapses
 
     def detach(self, stream: str) -> None:
         """Remove a consumer that is not read any more. A stuck agent gives back what waits with its last one."""
         self.flow.detach(stream)
-        if self._is_stuck and not self.flow.consumers and not self._stopping:
+        if self._is_stuck and not self.flow.consumers and not self.stopping:
             acknowledging.give_back(self.flow.withdraw())
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled, however long."""
-        if self._timeouts is None or self._keeps_reading:
+        if self.timeouts is None or self.keeps_reading:
             await anyio.sleep_forever()
         else:
-            await self._timeouts.until_stuck()
+            await self.timeouts.until_stuck()
 
     async def until_not_stuck(self) -> None:
-        if self._timeouts is not None and not self._keeps_reading:
-            await self._timeouts.until_not_stuck()
+        if self.timeouts is not None and not self.keeps_reading:
+            await self.timeouts.until_not_stuck()
 
     async def work(self, *, stop: anyio.Event, drain_timeout_seconds: float) -> None:
         """Handle what arrives until `stop`; then give back what has not begun, and finish what has.
@@ -142,19 +131,19 @@ class SubscriptionRun:
         abandoning = anyio.CancelScope(shield=True)
         async with anyio.create_task_group() as beating:
             beating.start_soon(self._heartbeat)
-            beating.start_soon(self._shield.watch)
+            beating.start_soon(self.shield.watch)
             beating.start_soon(self._abandon, abandoning)
             try:
                 with anyio.CancelScope() as draining:
                     async with anyio.create_task_group() as workers:
-                        if self._redeliveries is not None:
-                            workers.start_soon(self._redeliveries.work)
+                        if self.redeliveries is not None:
+                            workers.start_soon(self.redeliveries.work)
                         for _ in range(self.flow.workers):
-                            workers.start_soon(self._handler.work)
+                            workers.start_soon(self.handler.work)
                         await stop.wait()
-                        drained_by = self._clock.monotonic() + drain_timeout_seconds
-                        timer = self._clock.call_at(drained_by, partial(self._end_draining, draining))
-                        self._stopping = True
+                        drained_by = self.clock.monotonic() + drain_timeout_seconds
+                        timer = self.clock.call_at(drained_by, partial(self._end_draining, draining))
+                        self.stopping = True
                         self.flow.close()
                         for consumer in self.flow.consumers:
                             await consumer.stop()  # before anything is given back: it would come here again
@@ -172,49 +161,49 @@ class SubscriptionRun:
     async def _abandon(self, scope: anyio.CancelScope) -> None:
         """Give back what cannot be cancelled, when settlements that have begun have had their time."""
         with scope:
-            await self._shield.ended.wait()
-            if self._redeliveries is not None:
-                with clocks.move_on_after(self._clock, RECORDS_SECONDS):
-                    await self._redeliveries.end()
+            await self.shield.ended.wait()
+            if self.redeliveries is not None:
+                with clocks.move_on_after(self.clock, RECORDS_SECONDS):
+                    await self.redeliveries.end()
             self.abandoned = self.flow.withdraw(running=True)
             self.returned += acknowledging.give_back(self.abandoned)
-            if self.abandoned and self._timeouts is not None:
-                self._timeouts.tell_abandoned([delivery.message.sequence for delivery in self.abandoned])
+            if self.abandoned and self.timeouts is not None:
+                self.timeouts.tell_abandoned([delivery.message.sequence for delivery in self.abandoned])
 
     def _end_draining(self, draining: anyio.CancelScope) -> None:
         draining.cancel()
-        self._shield.limit()
+        self.shield.limit()
 
     @property
     def overdue(self) -> int:
         """How many calls run on after their timeout."""
-        return 0 if self._timeouts is None else self._timeouts.overdue
+        return 0 if self.timeouts is None else self.timeouts.overdue
 
     @property
     def _is_stuck(self) -> bool:
-        return self._timeouts is not None and self._timeouts.stuck and not self._keeps_reading
+        return self.timeouts is not None and self.timeouts.stuck and not self.keeps_reading
 
     async def _end_redeliveries(self) -> None:
         """Before what was cancelled is given back, or it would look like what ended its worker."""
-        if self._redeliveries is not None:
-            async with self._shield.hold():
-                await self._redeliveries.end()
+        if self.redeliveries is not None:
+            async with self.shield.hold():
+                await self.redeliveries.end()
 
     async def _heartbeat(self) -> None:
         while True:
-            with clocks.move_on_after(self._clock, self._ack_wait_seconds / HEARTBEATS):
-                await self._beat_again.wait()
-            self._beat_again = anyio.Event()
+            with clocks.move_on_after(self.clock, self.ack_wait_seconds / HEARTBEATS):
+                await self.beat_again.wait()
+            self.beat_again = anyio.Event()
             if not self.flow.trusted:
                 self.flow.lapse()
-            sent_at = self._clock.monotonic()
+            sent_at = self.clock.monotonic()
             await self.flow.heartbeat()
-            if not self._keeps_reading and await self._reached() and self.flow.trusted:
-                self.flow.trust_until(sent_at + self._ack_wait_seconds)
+            if not self.keeps_reading and await self._reached() and self.flow.trusted:
+                self.flow.trust_until(sent_at + self.ack_wait_seconds)
 
     async def _reached(self) -> bool:
         """Return whether the server has the reports that were sent, where there was something to report."""
-        with clocks.move_on_after(self._clock, self._ack_wait_seconds), suppress(BackendError):
+        with clocks.move_on_after(self.clock, self.ack_wait_seconds), suppress(BackendError):
             for consumer in self.flow.consumers[:1] if len(self.flow) else ():
                 await consumer.reached()
             return bool(self.flow.consumers)

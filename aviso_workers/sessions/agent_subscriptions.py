@@ -176,7 +176,7 @@ class AgentSubscriptions:
         )
         windows = self._windows(context, stream.name)
         run = SubscriptionRun(
-            windows or HANDLERS[agent.form](context),
+            handler=windows or HANDLERS[agent.form](context),
             flow=flow,
             clock=clock,
             ack_wait_seconds=_reported_within(agent, policy.ack_wait),

@@ -19,6 +19,7 @@ from aviso_workers.clocks import Clock, LoopClock, VirtualClock
 from aviso_workers.config import Config
 from aviso_workers.engine import flow as in_flight
 from aviso_workers.engine.flow import MAX_PREFETCH, PREFETCH_SECONDS, Flow
+from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStopped, Settled
@@ -125,7 +126,7 @@ def run_of(form: Callable[[Flow], Any]) -> SubscriptionRun:
 
 
 def run_with(form: Callable[[Flow], Any], clock: Clock, flow: Flow) -> SubscriptionRun:
-    return SubscriptionRun(form(flow), flow=flow, clock=clock, ack_wait_seconds=20.0)
+    return SubscriptionRun(handler=form(flow), flow=flow, clock=clock, ack_wait_seconds=20.0, shield=Shield(clock))
 
 
 async def test_its_consumer_is_told_when_there_is_room_again() -> None:

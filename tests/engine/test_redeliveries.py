@@ -383,7 +383,7 @@ async def test_the_failures_of_however_many_that_wait_in_order_are_remembered(
     facts: Facts, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stay in the flow while they wait for their retry."""
-    monkeypatch.setattr(Failures, "_write_counts", stored_at_once)
+    monkeypatch.setattr(Failures, "_write", stored_at_once)
     here, many = worker(ordered=True), 10_100
     for number in range(1, many + 1):
         here.flow.put(Delivered(number, num_delivered=1))

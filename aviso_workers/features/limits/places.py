@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+from msgspec import Struct, field
 
 from aviso_workers.backends import Backend, Delivery
 from aviso_workers.declare.agents import Agent
@@ -44,23 +45,22 @@ WANTED_SECONDS = 3.0
 AFTER_LOSS_SECONDS = 1.0
 
 
-class _Place:
+class _Place(Struct, eq=False):
     """A place that this worker has."""
 
-    def __init__(self, key: Key, number: int, lease: Lease) -> None:
-        self.key = key
-        self.number = number
-        self.lease = lease
-        self.delivery: Delivery | None = None
-        """What it was given to."""
-        self.runs = False
-        """Whether a call runs: in a thread, also after it was cancelled."""
-        self.used = 0
-        self.leaving = False
-        self.yields = False
-        """Whether it is left to other workers that wait for one."""
-        self.unused = anyio.Event()
-        self.call = anyio.CancelScope()
+    key: Key
+    number: int
+    lease: Lease
+    delivery: Delivery | None = None
+    """What it was given to."""
+    runs: bool = False
+    """Whether a call runs: in a thread, also after it was cancelled."""
+    used: int = 0
+    leaving: bool = False
+    yields: bool = False
+    """Whether it is left to other workers that wait for one."""
+    unused: anyio.Event = field(default_factory=anyio.Event)
+    call: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     @property
     def free(self) -> bool:
