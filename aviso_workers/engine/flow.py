@@ -301,6 +301,12 @@ class Flow:
         delivery.message = structs.replace(delivery.message, data=message.data, headers=message.headers)
         self.dispatch.waiting_bytes += len(message.data)
 
+    def open(self, limit: Limit, key: Hashable, count: int) -> int:
+        """Let up to so many of a limit's key be asked again, and return for how many; see `Dispatch.open`."""
+        opened = self.dispatch.open(limit, key, count, self._clock.monotonic())
+        self._look()
+        return opened
+
     async def _turn(self) -> None:
         """Wait until there may be something to take."""
         self._plan()

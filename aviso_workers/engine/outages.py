@@ -143,13 +143,7 @@ class Outage:
 
     def begins(self, *, again: bool) -> bool:
         """Return whether a call may begin now that is none of a delivery, and count it where it may."""
-        pace, now = self.pace, self._clock.monotonic()
-        if pace.free:
-            return True
-        if not any(pace.lets(now, first=not again, again=again)):
-            return False
-        pace.note_begin(now, random.random(), again=again)
-        return True
+        return self.pace.begins(self._clock.monotonic(), random.random(), again=again)
 
     def trip(self, reason: str, after_seconds: float | None) -> None:
         """Take it for away until something succeeds; where that is given, nothing is tried for so many seconds."""
@@ -282,10 +276,10 @@ class KeyGate:
         if not self._outage.keys or (known := self._outage.keys.get(self.gate(delivery))) is None:
             return True
         again = delivery.tried
-        if not known.pace.free:
-            if not delivery.at_once and not any(known.pace.lets(now, first=not again, again=again)):
-                return False
+        if delivery.at_once:
             known.pace.note_begin(now, random.random(), again=again)
+        elif not known.pace.begins(now, random.random(), again=again):
+            return False
         known.running += 1
         return True
 
@@ -310,10 +304,9 @@ class KeyGate:
 
     def open(self, key: Hashable) -> None:
         """Have those of a key asked again that may begin."""
-        known, now = self._outage.keys.get(key), self._clock.monotonic()
+        known = self._outage.keys.get(key)
         count = EVERYTHING if known is None or known.pace.free else 2 if not known.pace.is_shut else 1
-        if self._flow.dispatch.open(self, key, count, now):
-            self._flow.wake()
+        self._flow.open(self, key, count)
         if self._flow.dispatch.waiting_at(self, key):
             self.wait(key)
 

@@ -104,7 +104,7 @@ class Places(KeyLimit):
             place.delivery = None
             place.unused.set()
             if place.free:
-                self._let(place.key, 1)
+                self._flow.open(self, place.key, 1)
 
     async def call(self, step: Step, flow: Flow, notification: Any) -> Failure | None:
         """Return what the step returns. Raises an uncounted `Retry` where another worker may have the place."""
@@ -138,7 +138,7 @@ class Places(KeyLimit):
             await self._clock.sleep(2 * CHECK_SECONDS)
         places = self._places.get(key, [])
         if free := sum(place.free for place in places):
-            self._let(key, free)
+            self._flow.open(self, key, free)
         numbers = set(range(self.limit.count)) - {place.number for place in places}
         if self._waiting(key) and numbers and await self._take(key, random.choice(sorted(numbers))):
             return
