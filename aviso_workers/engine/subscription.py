@@ -153,7 +153,10 @@ class SubscriptionRun(Struct, eq=False, kw_only=True):
             finally:  # also where all of this is cancelled
                 abandoning.cancel()
                 try:
-                    await self._end_redeliveries()
+                    if self.redeliveries is not None:
+                        async with self.shield.hold():
+                            # Before what was cancelled is given back, or it would look like what ended its worker.
+                            await self.redeliveries.end()
                 finally:
                     self.returned += acknowledging.give_back(self.flow.withdraw(running=True))
             beating.cancel_scope.cancel()
@@ -182,12 +185,6 @@ class SubscriptionRun(Struct, eq=False, kw_only=True):
     @property
     def _is_stuck(self) -> bool:
         return self.timeouts is not None and self.timeouts.stuck and not self.keeps_reading
-
-    async def _end_redeliveries(self) -> None:
-        """Before what was cancelled is given back, or it would look like what ended its worker."""
-        if self.redeliveries is not None:
-            async with self.shield.hold():
-                await self.redeliveries.end()
 
     async def _heartbeat(self) -> None:
         while True:
