@@ -305,15 +305,14 @@ class _FeedReader(Struct, eq=False, kw_only=True):
                     self.gave_back = True
                     await _run_until(self.stop, self.run.until_not_stuck)
                 except BackendError as error:
-                    await self._wait_after(error)
+                    if isinstance(error, NotFoundError):
+                        self.feed.provisioner.forget(self.stream)
+                    delay = self.restarts.next_wait(self.backend.clock.monotonic())
+                    self.events.emit(
+                        AgentDisturbed(agent=self.name, stream=self.stream, error=error, again_in_seconds=delay)
+                    )
+                    await clocks.sleep_until(self.backend.clock, delay, self.stop)
             joining.cancel_scope.cancel()
-
-    async def _wait_after(self, error: BackendError) -> None:
-        if isinstance(error, NotFoundError):
-            self.feed.provisioner.forget(self.stream)
-        delay = self.restarts.next_wait(self.backend.clock.monotonic())
-        self.events.emit(AgentDisturbed(agent=self.name, stream=self.stream, error=error, again_in_seconds=delay))
-        await clocks.sleep_until(self.backend.clock, delay, self.stop)
 
     async def _read(self, joining: TaskGroup) -> None:
         """Open the consumer and read it until it is lost, the agent is stuck, or it is to stop."""
