@@ -313,15 +313,15 @@ class TestWhatIsGathered:
     @pytest.fixture
     def flow(self, clock: VirtualClock) -> Flow:
         flow = Flow(clock, workers=1, least=1, key=str)
-        flow.gather(3)
+        flow.dispatch.gather(3)
         return flow
 
     async def test_is_handed_out_in_order_once_all_of_it_is_here(self, flow: Flow, clock: VirtualClock) -> None:
         flow.put(Again(8, "a"))
         flow.put(Again(2, "a"))
-        assert (flow.dispatch.begin(clock.monotonic()), flow.gather_left) == (None, 1)
+        assert (flow.dispatch.begin(clock.monotonic()), flow.dispatch.gathering) == (None, 1)
         flow.put(Again(5, "a"))
-        assert flow.gather_left == 0
+        assert flow.dispatch.gathering == 0
         assert await taken_from(flow, 3) == [2, 5, 8]
 
     async def test_is_handed_out_when_something_new_comes(self, flow: Flow) -> None:
@@ -376,7 +376,7 @@ class TestTheSurplus:
         head = await flow.take()
         assert head is not None
         flow.retry_later(head, after_seconds=5.0)
-        assert acknowledging.give_back(flow.withdraw_all()) == self.COUNT
+        assert acknowledging.give_back(flow.withdraw(running=True)) == self.COUNT
         flow.put(Fresh(100, "a"))
         await clock.advance(5.0)
         assert surplus_of(flow) == 0

@@ -168,7 +168,7 @@ class TestAWorkerThatIsCutOff:
         async with harness(app, workers=2) as t:
             await t.notify("mars", {"step": 0})
             await t.settle()
-            [paused] = [n for n, worker in enumerate(t._workers) if worker.session.runs["write"].pinned("MARS")]
+            [paused] = [n for n, worker in enumerate(t._workers) if worker.session.runs["write"].flow.pinned("MARS")]
             await t.notify("mars", {"step": 1})
             await t.advance(1)
             t.disconnect(paused)

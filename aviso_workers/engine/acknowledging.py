@@ -19,7 +19,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import printable
@@ -64,7 +64,7 @@ from aviso_workers.state import failure_records
 from aviso_workers.state.failure_counts import Outcome
 from aviso_workers.state.failure_records import Retrying
 
-__all__ = ["NO_ATTEMPT", "Settler", "give_back", "leave_to_others", "settle", "settle_again"]
+__all__ = ["NO_ATTEMPT", "Settler", "give_back", "leave_to_others", "settle"]
 
 STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
@@ -72,6 +72,18 @@ FAILURE_COSTS = 12
 """How many times as much processor time as a success a failure costs, besides what its handler does."""
 FAILURE_SECONDS = 0.01
 """A failure takes at most its call's time, or this where that is shorter, as on a machine that has other work."""
+
+
+class _Call(NamedTuple):
+    """A call that has ended, or the decision to make none: of which delivery, and how long that took and waited."""
+
+    delivery: Delivery
+    record: PriorRecord
+    """What was known of the delivery before."""
+    started: float
+    """When it began, on the agent's clock."""
+    seconds: float
+    waited: float
 
 
 class _Outcome(NamedTuple):
@@ -125,17 +137,6 @@ def settle(delivery: Delivery, settlement: Settlement) -> None:
             delivery.nak(delay_seconds=delay_seconds)
         case Term(reason=reason):
             delivery.term(reason)
-
-
-async def settle_again(repeats: Repeats, *, handle: Callable[[Delivery], None]) -> None:
-    """Repeat the settlement of redeliveries that were settled here before; pass them to `handle` where the consumer was
-    reset or recreated since."""
-    found, settlement = await repeats.judge()
-    for delivery in found:
-        if settlement is None:
-            handle(delivery)
-        else:
-            settle(delivery, settlement)
 
 
 def give_back(deliveries: Sequence[Delivery], *, delay_seconds: float = 0.0) -> int:
@@ -197,7 +198,9 @@ class Settler:
         self._last_failures = last_failures
         self._shield = shield
         self._dead_letters = dead_letters
-        self._writer = _DeadLetterWriter(agent.name, dead_letters, stream=stream, clock=clock, events=events)
+        self._writer = _DeadLetterWriter(
+            agent=agent.name, dead_letters=dead_letters, stream=stream, clock=clock, events=events
+        )
         outage.join(agent.name, flow if self._depends else None, most=flow.workers, on_open=self.call_back)
         self._clock = clock
         self._events = events
@@ -216,7 +219,7 @@ class Settler:
         if self._stays or not self._depends or not self.outage.pace.is_shut:
             return
         now = self._clock.monotonic()
-        for delivery in self._flow.withdraw_untried():
+        for delivery in self._flow.dispatch.untried():
             delay = UNTRIED.delay_seconds(1)
             delivery.nak(delay_seconds=delay)
             self._failures.note_postponed(delivery, delivery.record or FRESH)
@@ -254,11 +257,6 @@ class Settler:
         self._failures.note_postponed(delivery, record)
         self._nak(delivery, later_seconds)
         return True
-
-    def nak_removed(self, delivery: Delivery) -> None:
-        """Nak a delivery whose message has left the stream: a server delivers no such message again."""
-        delivery.nak()
-        self._flow.finish(delivery)
 
     async def judge_window(
         self,
@@ -314,25 +312,18 @@ class Settler:
         if waited is None:
             self._flow.finish(delivery)
             return
-        seconds, record = self._clock.monotonic() - started, delivery.record
+        call = _Call(delivery, delivery.record or FRESH, started, self._clock.monotonic() - started, waited)
         if not delivery.held:
             self._flow.finish(delivery)
-            self._emit_settled(delivery, record, TAKEN_OVER, seconds, waited)
+            self._emit_settled(call, TAKEN_OVER)
         elif failure is not None:
-            await self._settle_failed(
-                delivery,
-                record or FRESH,
-                failure,
-                seconds=seconds,
-                started=started,
-                emit=lambda outcome: self._emit_failed(delivery, record, outcome, seconds, waited),
-            )
+            await self._settle_failed(call, failure)
             self._leave_untried()
         else:
             self._ack(delivery)
-            self._note_acked(delivery, seconds, waited)
+            self._note_acked(delivery, call.seconds, waited)
             self._decisions.note_end(delivery, "handled")
-            await self._forget(delivery, record)
+            await self._forget(call)
 
     def succeeded(self, delivery: Delivery, *, started: float) -> bool:
         """Ack a delivery whose handling succeeded, and return whether that could be done at once. It is left to
@@ -353,7 +344,7 @@ class Settler:
         if self.outage.strained and self._depends:
             self.outage.succeeded(self._key(delivery))
         if self._hear_each:
-            self._emit_settled(delivery, delivery.record, ACKED, seconds, waited)
+            self._emit_settled(_Call(delivery, delivery.record or FRESH, 0.0, seconds, waited), ACKED)
         if self._hear_acked:
             if not self._acked:
                 asyncio.get_running_loop().call_soon(self._emit_acked)
@@ -373,71 +364,51 @@ class Settler:
             )
         )
 
-    async def _settle_failed(
-        self,
-        delivery: Delivery,
-        record: PriorRecord,
-        failure: Failure,
-        *,
-        seconds: float,
-        started: float,
-        emit: Callable[[_Outcome], None],
-    ) -> None:
+    async def _settle_failed(self, call: _Call, failure: Failure) -> None:
+        delivery, record = call.delivery, call.record
         if failure.other_version:
             await self._failures.clear(delivery)  # or its next delivery would be handled alone
             self._failures.note_postponed(delivery, record)
             delay = leave_to_others(delivery)
             self._flow.finish(delivery)
-            emit(_Outcome("retried", "other_version", failure.error, again_in_seconds=delay))
+            self._emit_settled(call, _Outcome("retried", "other_version", failure.error, again_in_seconds=delay))
             return
         classified = verdicts.classify(failure, self._agent.classifiers)
         if isinstance(classified, Ack):
             self._ack(delivery)
-            emit(_Outcome("acked", ON_ERROR, failure.error))
-            await self._forget(delivery, record)
+            self._emit_failed(call, _Outcome("acked", ON_ERROR, failure.error))
+            await self._forget(call)
             return
         away = self._depends and self._note_failure(
-            classified, again=record.tried, call=started if self._together else None, key=self._key(delivery)
+            classified, again=record.tried, call=call.started if self._together else None, key=self._key(delivery)
         )
         verdict = self._judge(classified, record, away=away)
         attempt = record.failures + (classified.final != "skipped" and not away)
         if isinstance(verdict, Again):
             if verdict.reason in NO_ATTEMPT:
-                await self._spare(delivery, record, verdict, classified.error, emit)
+                await self._spare(call, verdict, classified.error)
                 return
-            again_in_seconds = self._again_in_seconds(delivery, verdict.after_seconds, took_seconds=seconds)
+            again_in_seconds = self._again_in_seconds(delivery, verdict.after_seconds, took_seconds=call.seconds)
             outcome = _Outcome("retried", verdict.reason, classified.error, attempt, again_in_seconds)
-        elif (refused := await self._dead_letter(delivery, record, verdict, classified.error, attempt, emit)) is None:
+        elif (refused := await self._dead_letter(call, verdict, classified.error, attempt)) is None:
             return
         else:
             # Counted all the same: a redelivery without a counted failure is taken for one whose worker died.
             outcome = _Outcome("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
-
-        def give_back(counted: PriorRecord) -> None:
-            delivery.record = counted
-            self._give_back(delivery, outcome.again_in_seconds)
-            self._note_retried(delivery, outcome)
-            emit(outcome)
-
         await self._failures.add(
             delivery,
             before=record,
             again_in_seconds=outcome.again_in_seconds,
             kept=self._flow.ordered,
             worker_died=failure.worker_died,
-            then=give_back,
+            then=partial(self._retry, call, outcome),
         )
 
     async def _dead_letter(
-        self,
-        delivery: Delivery,
-        record: PriorRecord,
-        verdict: DeadLetter,
-        error: BaseException,
-        attempts: int,
-        emit: Callable[[_Outcome], None],
+        self, call: _Call, verdict: DeadLetter, error: BaseException, attempts: int
     ) -> DeadLettersRefused | None:
         """Store a dead letter and terminate its delivery, and return None, or why it was not stored."""
+        delivery = call.delivery
         async with self._shield.hold():
             refused = await self._writer.store(delivery, verdict, attempts=attempts, error=error)
         if refused is not None:
@@ -447,17 +418,15 @@ class Settler:
         delivery.term(verdict.reason)
         self._remove(delivery)
         self._last_failures.note("agents", self._agent.name, error)
-        emit(_Outcome("dead_lettered", verdict.reason, error, attempts))
-        await self._forget(delivery, record)
+        self._emit_failed(call, _Outcome("dead_lettered", verdict.reason, error, attempts))
+        await self._forget(call)
         return None
 
-    async def _forget(self, delivery: Delivery, record: PriorRecord | None) -> None:
+    async def _forget(self, call: _Call) -> None:
         """Forget the failures of a delivery that is settled."""
-        if record is None:
-            return
-        if failure_records.is_blocked(record.failures, self._attempts):
-            self._last_failures.note_settled(self._agent.name, self._stream, delivery.message.sequence)
-        await self._failures.forget(delivery, record)
+        if failure_records.is_blocked(call.record.failures, self._attempts):
+            self._last_failures.note_settled(self._agent.name, self._stream, call.delivery.message.sequence)
+        await self._failures.forget(call.delivery, call.record)
 
     def _note_failure(self, failure: Failure, *, again: bool, call: object = None, key: Hashable = None) -> bool:
         """Tell the outage of a failure, and return whether something is away. What the author has answered, what can
@@ -486,29 +455,31 @@ class Settler:
         """Return how often the wait of what is away grows, with this failure."""
         return record.waits + (not record.waits or self.successes > record.succeeded)
 
-    async def _spare(
-        self,
-        delivery: Delivery,
-        record: PriorRecord,
-        spared: Again,
-        error: BaseException,
-        emit: Callable[[_Outcome], None],
-    ) -> None:
+    async def _spare(self, call: _Call, spared: Again, error: BaseException) -> None:
         """Have a delivery tried again whose failure is no attempt."""
+        delivery, before = call.delivery, call.record
         await self._failures.clear(delivery)  # or its next delivery would be handled alone
-        before, record = record, structs.replace(record, uncounted=record.uncounted + 1)
+        record = structs.replace(before, uncounted=before.uncounted + 1)
         if spared.reason == UNAVAILABLE:
             waits, since = self._waits(record), record.away_since or self._now()
             record = structs.replace(record, waits=waits, succeeded=self.successes, away_since=since)
-        delivery.record = record
         if not self._flow.ordered:
             self._failures.note_postponed(delivery, record)
         if record.away_since != before.away_since:
             await self._failures.note_away(delivery, record)
-        outcome = _Outcome("retried", spared.reason, error, record.failures, spared.after_seconds)
-        self._give_back(delivery, spared.after_seconds)
+        self._retry(call, _Outcome("retried", spared.reason, error, record.failures, spared.after_seconds), record)
+
+    def _retry(self, call: _Call, outcome: _Outcome, record: PriorRecord) -> None:
+        """Have a delivery tried again, of which this is known from now on, and state that."""
+        delivery, delay = call.delivery, outcome.again_in_seconds
+        delivery.record = record
+        if self._flow.ordered:
+            self._flow.retry_later(delivery, after_seconds=delay)
+            self._decisions.note_retried(delivery, kept=True, after_seconds=delay)
+        else:
+            self._nak(delivery, delay)
         self._note_retried(delivery, outcome)
-        emit(outcome)
+        self._emit_failed(call, outcome)
 
     def _key(self, delivery: Delivery) -> Hashable:
         """Return the values of the fields by which what the agent depends on is away; None where it has none."""
@@ -519,24 +490,29 @@ class Settler:
 
     def _note_retried(self, delivery: Delivery, outcome: _Outcome) -> None:
         assert outcome.error is not None
-        message = delivery.message
-        known = partial(
-            _retrying,
-            self._flow,
-            stream=self._stream,
-            message=structs.replace(message, data=b"", headers=None),
-            handed_back=not delivery.can_be_read_again,
-            attempt=outcome.attempt,
-            attempts=self._attempts,
-            # Its text, and not the exception, whose frames hold what the handler had.
-            error=printable(f"{type(outcome.error).__name__}: {line_of(outcome.error)}")[:LONGEST_ERROR],
-        )
+        message = structs.replace(delivery.message, data=b"", headers=None)
+        attempt, handed_back = outcome.attempt, not delivery.can_be_read_again
+        # Its text, and not the exception, whose frames hold what the handler had.
+        error = printable(f"{type(outcome.error).__name__}: {line_of(outcome.error)}")[:LONGEST_ERROR]
+
+        def retrying(again_at: datetime) -> Retrying:
+            return Retrying(
+                again_at=again_at,
+                stream=self._stream,
+                sequence=message.sequence,
+                timestamp_ns=message.timestamp_ns,
+                handed_back=handed_back,
+                attempt=attempt,
+                attempts=self._attempts,
+                blocked=failure_records.is_blocked(attempt, self._attempts),
+                error=error,
+                key=printable(self._flow.key_of(message.subject)),
+                behind=self._flow.behind(message.sequence),
+            )
+
+        again_in_seconds = outcome.again_in_seconds
         self._last_failures.note(
-            "agents",
-            self._agent.name,
-            outcome.error,
-            again_in_seconds=outcome.again_in_seconds,
-            retrying=known,
+            "agents", self._agent.name, outcome.error, again_in_seconds=again_in_seconds, retrying=retrying
         )
 
     def _again_in_seconds(self, delivery: Delivery, after_seconds: float, *, took_seconds: float) -> float:
@@ -553,21 +529,16 @@ class Settler:
             now, after_seconds, takes_seconds=takes, new_wait=delivery.num_pending > 0
         )
 
-    def _emit_failed(
-        self, delivery: Delivery, record: PriorRecord | None, outcome: _Outcome, seconds: float, waited: float
-    ) -> None:
+    def _emit_failed(self, call: _Call, outcome: _Outcome) -> None:
         """State what became of a delivery whose handling failed, also to a person who has decided about it."""
-        self._emit_settled(delivery, record, outcome, seconds, waited)
-        if outcome.reason != "other_version":
-            end = "skipped" if isinstance(outcome.error, SkippedError) else ENDS[outcome.outcome]
-            again = outcome.again_in_seconds
-            self._decisions.note_end(delivery, end, error=outcome.error, again_in_seconds=again)
+        self._emit_settled(call, outcome)
+        end = "skipped" if isinstance(outcome.error, SkippedError) else ENDS[outcome.outcome]
+        again = outcome.again_in_seconds
+        self._decisions.note_end(call.delivery, end, error=outcome.error, again_in_seconds=again)
 
-    def _emit_settled(
-        self, delivery: Delivery, record: PriorRecord | None, outcome: _Outcome, seconds: float, waited: float
-    ) -> None:
-        """State what became of a delivery that waited and was handled for so many seconds."""
-        message, num_delivered = delivery.message, delivery.num_delivered
+    def _emit_settled(self, call: _Call, outcome: _Outcome) -> None:
+        """State what became of a delivery."""
+        message = call.delivery.message
         kind = Settled if outcome is ACKED else Failed
         self._events.emit(
             kind(
@@ -576,10 +547,10 @@ class Settler:
                 sequence=message.sequence,
                 outcome=outcome.outcome,
                 reason=outcome.reason,
-                seconds=seconds,
-                waited_seconds=waited,
+                seconds=call.seconds,
+                waited_seconds=call.waited,
                 stored_to_settled_seconds=(self._clock.time_ns() - message.timestamp_ns) / 1e9,
-                num_delivered=num_delivered if record is None else record.handed_over(num_delivered),
+                num_delivered=call.record.handed_over(call.delivery.num_delivered),
                 error=outcome.error,
                 attempt=outcome.attempt,
                 attempts=self._attempts,
@@ -595,59 +566,25 @@ class Settler:
         self._repeats.note(delivery)
         self._flow.finish(delivery)
 
-    def _give_back(self, delivery: Delivery, delay: float) -> None:
-        if self._flow.ordered:
-            self._flow.retry_later(delivery, after_seconds=delay)
-            self._decisions.note_retried(delivery, kept=True, after_seconds=delay)
-        else:
-            self._nak(delivery, delay)
-
     def _nak(self, delivery: Delivery, delay: float) -> None:
         delivery.nak(delay_seconds=delay)
         self._flow.finish(delivery)
         self._decisions.note_retried(delivery, kept=False, after_seconds=delay)
 
 
-def _retrying(
-    flow: Flow,
-    again_at: datetime,
-    *,
-    stream: str,
-    message: Message,
-    handed_back: bool,
-    attempt: int,
-    attempts: int | None,
-    error: str,
-) -> Retrying:
-    return Retrying(
-        again_at=again_at,
-        stream=stream,
-        sequence=message.sequence,
-        timestamp_ns=message.timestamp_ns,
-        handed_back=handed_back,
-        attempt=attempt,
-        attempts=attempts,
-        blocked=failure_records.is_blocked(attempt, attempts),
-        error=error,
-        key=printable(flow.key_of(message.subject)),
-        behind=flow.behind(message.sequence),
-    )
-
-
-class _DeadLetterWriter:
+class _DeadLetterWriter(Struct, eq=False, kw_only=True):
     """Stores the dead letters of one agent; after an error it tries none until a backoff has passed."""
 
-    def __init__(self, agent: str, dead_letters: DeadLetterStore, *, stream: str, clock: Clock, events: Events) -> None:
-        self._agent = agent
-        self._dead_letters = dead_letters
-        self._stream = stream
-        self._clock = clock
-        self._events = events
-        self._refusal: BackendError | None = None
-        self._refusals = 0
-        self._again_at = -math.inf
-        """Before this time no dead letter is sent."""
-        self._recovery_timer: ScheduledCall | None = None
+    agent: str
+    dead_letters: DeadLetterStore
+    stream: str
+    clock: Clock
+    events: Events
+    refusal: BackendError | None = None
+    refusals: int = 0
+    again_at: float = -math.inf
+    """Before this time no dead letter is sent."""
+    recovery_timer: ScheduledCall | None = None
 
     async def store(
         self, delivery: Delivery, verdict: DeadLetter, *, attempts: int, error: BaseException
@@ -656,14 +593,14 @@ class _DeadLetterWriter:
 
         While the backoff after an earlier one has not passed, its error is returned without a try.
         """
-        now = self._clock.monotonic()
-        if self._refusal is not None and now < self._again_at:
-            return self._refused(self._refusal, self._again_at - now)
+        now = self.clock.monotonic()
+        if self.refusal is not None and now < self.again_at:
+            return self._refused(self.refusal, self.again_at - now)
         try:
-            await self._dead_letters.dead_letter(
+            await self.dead_letters.dead_letter(
                 delivery.message,
-                agent=self._agent,
-                stream=self._stream,
+                agent=self.agent,
+                stream=self.stream,
                 reason=verdict.reason,
                 attempts=attempts,
                 error=error,
@@ -674,29 +611,29 @@ class _DeadLetterWriter:
         return None
 
     def _refuse(self, refusal: BackendError) -> DeadLettersRefused:
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if refusal.code == error_codes.MESSAGE_TOO_LARGE:
             delay = STORE_AGAIN.max  # this one will not be stored soon, and others can be
-        elif now < self._again_at:
-            return self._refused(refusal, self._again_at - now)  # under way when the first was refused
+        elif now < self.again_at:
+            return self._refused(refusal, self.again_at - now)  # under way when the first was refused
         else:
-            self._refusals += 1
-            delay = STORE_AGAIN.delay_seconds(self._refusals)
-            self._again_at = now + delay
-        self._refusal = refusal
-        if self._recovery_timer is not None:
-            self._recovery_timer.cancel()
+            self.refusals += 1
+            delay = STORE_AGAIN.delay_seconds(self.refusals)
+            self.again_at = now + delay
+        self.refusal = refusal
+        if self.recovery_timer is not None:
+            self.recovery_timer.cancel()
         # Where the originals succeed in a later attempt, no dead letter shows that storing works again: this does.
-        self._recovery_timer = self._clock.call_at(now + 2 * delay, self._recover)
+        self.recovery_timer = self.clock.call_at(now + 2 * delay, self._recover)
         refused = self._refused(refusal, delay)
-        self._events.emit(refused)
+        self.events.emit(refused)
         return refused
 
     def _refused(self, refusal: BackendError, seconds: float) -> DeadLettersRefused:
-        return DeadLettersRefused(agent=self._agent, error=refusal, again_in_seconds=seconds)
+        return DeadLettersRefused(agent=self.agent, error=refusal, again_in_seconds=seconds)
 
     def _recover(self) -> None:
-        if self._refusal is None:
+        if self.refusal is None:
             return
-        self._refusal, self._refusals, self._again_at = None, 0, -math.inf
-        self._events.emit(DeadLettersStored(agent=self._agent))
+        self.refusal, self.refusals, self.again_at = None, 0, -math.inf
+        self.events.emit(DeadLettersStored(agent=self.agent))

@@ -14,8 +14,7 @@ something that it needs was away, the time of the first such failure follows, in
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from msgspec import structs
@@ -61,7 +60,7 @@ class Failures:
         self._stream = stream
         self._events = events
         self._values: BulkKeyValue | None = None
-        self._counted = GroupedWrites(self._write_counts, shield=shield)
+        self._counted = GroupedWrites(lambda counts: self._write(lambda values: values.put_many(counts)), shield=shield)
         self._unstored: dict[Key, PriorRecord] = {}
         """Records that could not be stored, by key."""
         self._given_back: dict[Key, tuple[PriorRecord, int]] = {}
@@ -108,9 +107,7 @@ class Failures:
         key = _key(delivery)
         self._begun.add(key)
         self._begun_here.add(key)
-        await self._write(
-            lambda values: values.put(self._began(key), failure_counts.ALONE if alone else failure_counts.BESIDE_OTHERS)
-        )
+        await self._write_began(key, failure_counts.ALONE if alone else failure_counts.BESIDE_OTHERS)
 
     async def clear(self, delivery: Delivery) -> None:
         """Remove the record that its handler began: it does not run any more, and this process lives."""
@@ -119,14 +116,14 @@ class Failures:
         if key in self._begun:
             self._begun.discard(key)
             async with self._shield.hold():
-                await self._write(lambda values: values.delete(self._began(key)))
+                await self._write_began(key, None)
 
     async def clear_all(self) -> None:
         """Remove the records of all whose handler has begun here and was cancelled."""
         begun, self._begun_here = self._begun_here, set()
         for key in begun:
             self._begun.discard(key)
-            if not await self._write(partial(_delete, self._began(key))):
+            if not await self._write_began(key, None):
                 return  # the others would wait for the server as well
 
     async def add(
@@ -157,15 +154,15 @@ class Failures:
                 stored=self._stored,
             )
             if not stored:
-                _remember(self._unstored, key, record, most=MAX_REMEMBERED)
+                _remember(self._unstored, key, record)
             elif not kept and not worker_died:
-                _remember(self._given_back, key, (record, delivery.num_delivered), most=MAX_REMEMBERED)
+                _remember(self._given_back, key, (record, delivery.num_delivered))
             then(record)
 
         if worker_died:
             self._begun.discard(key)
             async with self._shield.hold():
-                await self._write(lambda values: values.put(self._began(key), failure_counts.BESIDE_OTHERS))
+                await self._write_began(key, failure_counts.BESIDE_OTHERS)
         else:
             await self.clear(delivery)
         await self._counted.write(self._name(key), _value(failures, ended, before.away_since), then=counted)
@@ -179,7 +176,7 @@ class Failures:
     def note_postponed(self, delivery: Delivery, record: PriorRecord) -> None:
         """Note that a delivery is given back although no handler has begun: that explains why it comes again."""
         postponed = structs.replace(record, ended=record.ended + 1)
-        _remember(self._given_back, _key(delivery), (postponed, delivery.num_delivered), most=MAX_REMEMBERED)
+        _remember(self._given_back, _key(delivery), (postponed, delivery.num_delivered))
 
     async def forget(self, delivery: Delivery, record: PriorRecord) -> None:
         """Forget the failures of a delivery that is settled."""
@@ -205,12 +202,19 @@ class Failures:
             self._events.emit(Unreadable(stream=f"KV_{self._bucket}", sequence=entry.revision, error=error))
             return 0, 0, 0
 
-    async def _write_counts(self, counts: Mapping[str, bytes | None]) -> bool:
-        return await self._write(lambda values: _put_many(values, counts))
+    async def _write_began(self, key: Key, began: bytes | None) -> bool:
+        """Store how a handler began, or remove that record where it is None, and return whether that was done."""
+        name = self._began(key)
+        return await self._write(lambda values: values.delete(name) if began is None else values.put(name, began))
 
-    async def _write(self, operation: Callable[[BulkKeyValue], Awaitable[int]]) -> bool:
+    async def _write(self, operation: Callable[[BulkKeyValue], Awaitable[object]]) -> bool:
         """Do an operation on the bucket, and return whether it was done."""
-        done = await self._try(operation) is not None
+
+        async def written(values: BulkKeyValue) -> bool:
+            await operation(values)
+            return True
+
+        done = await self._try(written) is not None
         self._stored = self._stored or done
         return done
 
@@ -249,22 +253,13 @@ def _value(failures: int, ended: int, away_since: float) -> bytes:
     return (f"{failures}" if ended == failures else f"{failures} {ended}").encode()
 
 
-async def _put_many(values: BulkKeyValue, counts: Mapping[str, bytes | None]) -> int:
-    await values.put_many(counts)
-    return len(counts)
-
-
-async def _delete(key: str, values: BulkKeyValue) -> int:
-    return await values.delete(key)
-
-
 def _key(delivery: Delivery) -> Key:
     return delivery.message.sequence, delivery.message.timestamp_ns
 
 
-def _remember(known: dict[Key, T], key: Key, value: T, *, most: int) -> None:
+def _remember(known: dict[Key, T], key: Key, value: T) -> None:
     known[key] = value
-    if len(known) > most:
+    if len(known) > MAX_REMEMBERED:
         del known[next(iter(known))]
 
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Literal
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from aviso_workers.backends import Backend, ConsumerInfo
 from aviso_workers.backends.provisioning import Provisioner
@@ -36,49 +36,44 @@ MAX_ATTEMPTS = 20
 """So many attempts are waited for where the policy sets no limit."""
 
 
-class ConsumerRecorder:
+class ConsumerRecorder(Struct, eq=False):
     """Creates one durable consumer of an agent, as one worker does, and records how far it has come."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        provisioner: Provisioner,
-        *,
-        app: str,
-        agent: str,
-        stream: str,
-        longest_seconds: float,
-        attempt_seconds: float | None = None,
-        events: Events,
-    ) -> None:
-        self._backend = backend
-        self._provisioner = provisioner
-        self._agent = agent
-        self._stream = stream
-        self._consumer = durable_name(app, agent)
-        self._key = consumer_records.key_of(app, agent, stream)
-        self._longest_seconds = longest_seconds
-        self._attempt_seconds = attempt_seconds
-        self._events = events
-        self._created: datetime | None = None
-        """When the stream was created; None before it could be read."""
-        self._end = 0
-        """The last sequence of the stream when its record was read."""
-        self._known: Identity | None = None
-        """Which consumer was recorded last."""
-        self._last: ConsumerRecord | None = None
-        self._seen: int | None = None
-        """The ack floor of the consumer when this worker last read it; None where it has read none of this stream, or
-        an operator has removed it on purpose."""
-        self._removed_for: Literal["lost", "filter", "max_deliver"] = "lost"
-        """Why this worker has removed the consumer; "lost" where it has not."""
-        self._reported = False
-        """Whether it was stated that the record cannot be written."""
+    backend: Backend
+    provisioner: Provisioner
+    app: str
+    agent: str
+    stream: str
+    longest_seconds: float
+    events: Events
+    attempt_seconds: float | None = None
+    created: datetime | None = None
+    """When the stream was created; None before it could be read."""
+    end: int = 0
+    """The last sequence of the stream when its record was read."""
+    known: Identity | None = None
+    """Which consumer was recorded last."""
+    last: ConsumerRecord | None = None
+    seen: int | None = None
+    """The ack floor of the consumer when this worker last read it; None where it has read none of this stream, or
+    an operator has removed it on purpose."""
+    removed_for: Literal["lost", "filter", "max_deliver"] = "lost"
+    """Why this worker has removed the consumer; "lost" where it has not."""
+    reported: bool = False
+    """Whether it was stated that the record cannot be written."""
+
+    @property
+    def consumer(self) -> str:
+        return durable_name(self.app, self.agent)
+
+    @property
+    def key(self) -> str:
+        return consumer_records.key_of(self.app, self.agent, self.stream)
 
     async def found(self) -> ConsumerInfo | None:
         """Return the consumer; None where there is none. Raises `BackendError`."""
         try:
-            return await self._backend.consumer_info(self._stream, self._consumer)
+            return await self.backend.consumer_info(self.stream, self.consumer)
         except NotFoundError:
             return None
 
@@ -90,11 +85,11 @@ class ConsumerRecorder:
         if found.config.max_deliver <= 0 or found.paused or not await self.is_known():
             return False
         await self.remove(why="max_deliver")
-        self._events.emit(
+        self.events.emit(
             ConsumerEdited(
-                agent=self._agent,
-                stream=self._stream,
-                consumer=self._consumer,
+                agent=self.agent,
+                stream=self.stream,
+                consumer=self.consumer,
                 differences=(f"max_deliver: {found.config.max_deliver} -> unlimited",),
             )
         )
@@ -104,9 +99,9 @@ class ConsumerRecorder:
         """Remove the consumer, because it may have withheld notifications; `ensure` creates it again, and it begins
         after what is recorded. Raises `BackendError`.
         """
-        self._removed_for = why
+        self.removed_for = why
         with suppress(NotFoundError):
-            await self._backend.delete_consumer(self._stream, self._consumer)
+            await self.backend.delete_consumer(self.stream, self.consumer)
 
     async def ensure(self, wanted: ConsumerSpec, found: ConsumerInfo | None) -> ConsumerInfo:
         """Bring the consumer that was `found` in line, or create it; where there was one before, after what it settled.
@@ -121,7 +116,7 @@ class ConsumerRecorder:
         elif found is not None and found.paused and found.config.max_deliver > 0:
             return found  # until it is resumed
         settled = await self._settled() if found is None else found.settled
-        recorded = self._last is not None
+        recorded = self.last is not None
         if found is None and settled is not None:
             found = await self.found()  # another worker may have created it since, and it is recorded only after that
         if settled is not None:  # also where it is found: it may be deleted before it is brought in line
@@ -129,29 +124,29 @@ class ConsumerRecorder:
         elif wanted.deliver_policy == "new":
             # A cluster begins such a consumer where the stream ends when the consumer's first leader is elected, which
             # may be seconds later.
-            wanted = specs.beginning_after(wanted, (await self._backend.stream_info(self._stream)).last_sequence)
-        info = await self._provisioner.ensure_consumer(self._stream, wanted)
+            wanted = specs.beginning_after(wanted, (await self.backend.stream_info(self.stream)).last_sequence)
+        info = await self.provisioner.ensure_consumer(self.stream, wanted)
         if found is None and settled is not None:
-            self._events.emit(
+            self.events.emit(
                 ConsumerResumed(
-                    agent=self._agent,
-                    stream=self._stream,
+                    agent=self.agent,
+                    stream=self.stream,
                     consumer=info.name,
                     sequence=settled + 1,
                     recorded=recorded,
-                    why=self._removed_for,
+                    why=self.removed_for,
                 )
             )
-        self._removed_for = "lost"
+        self.removed_for = "lost"
         return info
 
     async def is_known(self) -> bool:
         """Return whether there was a consumer before, or an operator has removed it. Raises `BackendError`."""
-        return self._seen is not None or await consumer_records.read(self._backend, self._key) is not None
+        return self.seen is not None or await consumer_records.read(self.backend, self.key) is not None
 
     async def refresh(self) -> None:
         """Ask for the consumer, and record what is new about it. Raises `BackendError` where it does not answer."""
-        found = await self._backend.consumer_info(self._stream, self._consumer)
+        found = await self.backend.consumer_info(self.stream, self.consumer)
         if not await self.remove_limited(found):
             await self.record(found)
 
@@ -163,74 +158,72 @@ class ConsumerRecorder:
             return
         found = identities.of(consumer)
         try:
-            if self._last is None or not found.goes_on(self._known) or consumer.settled < self._last.ack_floor:
+            if self.last is None or not found.goes_on(self.known) or consumer.settled < self.last.ack_floor:
                 await self._read()  # it was reset, or the stream is another one than before
-            self._known, self._seen = found, consumer.settled
+            self.known, self.seen = found, consumer.settled
             await self._store(consumer)
         except BackendError as error:
-            if not self._reported:
-                self._reported = True
-                self._events.emit(ConsumerNotRecorded(agent=self._agent, bucket=consumer_records.BUCKET, error=error))
+            if not self.reported:
+                self.reported = True
+                self.events.emit(ConsumerNotRecorded(agent=self.agent, bucket=consumer_records.BUCKET, error=error))
         else:
-            self._reported = False
+            self.reported = False
 
     async def _settled(self) -> int | None:
         """Return up to where everything is settled, as recorded, or as this worker has last seen where there is no
         record any more; None where no consumer of this stream is known.
         """
         try:
-            last_sequence = await self._read()
+            await self._read()
         except NotFoundError:
             raise  # the stream is gone too: it is recreated first
         except BackendError as error:
             raise UnavailableError(
-                f"consumer {self._consumer} of stream {self._stream} does not exist, and whether there was one before "
+                f"consumer {self.consumer} of stream {self.stream} does not exist, and whether there was one before "
                 f"is not known, because bucket {consumer_records.BUCKET} cannot be read: {error}"
             ) from error
         # A stream whose server lost its end, as without power, stores other notifications under the sequences it had.
-        settled = self._last.ack_floor if self._last else self._seen
-        return None if settled is None else min(settled, last_sequence)
+        settled = self.last.ack_floor if self.last else self.seen
+        return None if settled is None else min(settled, self.end)
 
-    async def _read(self) -> int:
-        """Read the record, and return the last sequence of the stream. A record of another stream of that name, or of a
-        consumer that an operator has removed, counts for nothing.
+    async def _read(self) -> None:
+        """Read the record, and where the stream ends. A record of another stream of that name, or of a consumer that an
+        operator has removed, counts for nothing.
         """
-        info = await self._backend.stream_info(self._stream)
+        info = await self.backend.stream_info(self.stream)
         created = info.created or info.time
-        record = await consumer_records.read(self._backend, self._key)
-        if created != self._created or (record and record.removed):
-            self._seen = None
-        self._created, self._last = created, record if record and record.holds_for(created) else None
-        self._end = info.last_sequence
-        return info.last_sequence
+        record = await consumer_records.read(self.backend, self.key)
+        if created != self.created or (record and record.removed):
+            self.seen = None
+        self.created, self.last = created, record if record and record.holds_for(created) else None
+        self.end = info.last_sequence
 
     async def _store(self, consumer: ConsumerInfo) -> None:
-        assert self._created is not None
-        record = self._of(consumer, self._created)
-        last = self._last
+        record, last = self._of(consumer), self.last
         if (
             last is None
             or structs.replace(record, time=last.time) != last
             or (record.time - last.time).total_seconds() >= RENEW_SECONDS
         ):
-            await (await consumer_records.bucket(self._backend)).put(self._key, msgspec.json.encode(record))
-            self._last = record
+            await (await consumer_records.bucket(self.backend)).put(self.key, msgspec.json.encode(record))
+            self.last = record
 
-    def _of(self, consumer: ConsumerInfo, stream_created: datetime) -> ConsumerRecord:
+    def _of(self, consumer: ConsumerInfo) -> ConsumerRecord:
+        assert self.created is not None
         has_work = (consumer.num_pending or consumer.num_ack_pending) and not consumer.paused
         # Only `move` takes the record back: whoever else took the consumer back had it handle again what was settled.
-        recorded = self._last.ack_floor if self._last and self._last.ack_floor <= self._end else 0
+        recorded = self.last.ack_floor if self.last and self.last.ack_floor <= self.end else 0
         ack_floor = max(consumer.settled, recorded)
-        stands = self._last is not None and self._last.ack_floor == ack_floor
-        before = self._last.unfinished_since if self._last and stands else None
+        stands = self.last is not None and self.last.ack_floor == ack_floor
+        before = self.last.unfinished_since if self.last and stands else None
         return ConsumerRecord(
-            stream_created=stream_created,
+            stream_created=self.created,
             ack_floor=ack_floor,
             filter_subjects=tuple(consumer.config.filters),
             time=consumer.time,
             unfinished_since=(before or consumer.time) if has_work else None,
-            longest_seconds=self._longest_seconds,
-            attempt_seconds=self._attempt_seconds,
+            longest_seconds=self.longest_seconds,
+            attempt_seconds=self.attempt_seconds,
         )
 
 

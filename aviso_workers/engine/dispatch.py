@@ -28,7 +28,6 @@ from aviso_workers.engine.pace import Pace
 GONE, BEHIND, ASKED, UNTIL, GATE, READY, AGAIN, AT_ONCE, ALONE, RUNNING = range(10)
 """The places of a delivery. `READY` and `AGAIN` begin in turn, `AGAIN` after an earlier attempt; `AT_ONCE`
 begins before them, whatever is away, because a person asks for that, and `ALONE` before all others."""
-QUEUES = (READY, AGAIN, AT_ONCE, ALONE)
 
 
 class Limit(Protocol):
@@ -99,10 +98,12 @@ class Dispatch:
         """The size of the bodies of what is held and does not run."""
         self.trusted_until = math.inf
         """Nothing begins from this time on: the server may have given it to others."""
-        self.gathering = self.closed = self.only_alone = False
+        self.gathering = 0
+        """How many more redeliveries are gathered before anything begins; 0 while none are."""
+        self.closed = self.only_alone = False
         self.special = True
         """Whether `begin` has more to ask than for the first of `ready`."""
-        self._pace = pace
+        self._pace = pace or Pace(running=lambda: (0, 0), tell=lambda: None)  # which nobody tells of a failure
         self._limits = limits
         self._screens = screens
         self._pick = pick
@@ -112,6 +113,8 @@ class Dispatch:
         """What waits for a limit, by sequence."""
         self._alone: deque[Delivery] = deque()
         self._at_once: deque[Delivery] = deque()
+        self._queues = {READY: self.ready, AGAIN: self.again, AT_ONCE: self._at_once, ALONE: self._alone}
+        """By place, those from which deliveries begin."""
         self._single: Delivery | None = None
         """The one that is to run alone, until it runs, wherever it waits."""
         self._timers: list[tuple[float, int, Delivery]] = []
@@ -139,8 +142,9 @@ class Dispatch:
             delivery.num_delivered > 1 or (not message.data and lacks_body(message))
         )
         self.waiting_bytes += len(message.data)
-        if self.gathering and delivery.num_delivered == 1 and delivery.can_be_read_again:
-            self.gathering = False  # a server delivers new messages after all redeliveries that are due
+        if self.gathering:  # a server delivers new messages after all redeliveries that are due
+            is_new = delivery.num_delivered == 1 and delivery.can_be_read_again
+            self.gathering = 0 if is_new else self.gathering - 1
         self._enter(delivery, now)
         return True
 
@@ -254,8 +258,8 @@ class Dispatch:
                 del self.held[delivery.message.sequence]
             else:
                 self._clear(delivery)
-        for places in (self.ready, self.again, self.asked, self._at_once, self._alone):
-            places.clear()
+        for queue in (self.asked, *self._queues.values()):
+            queue.clear()
         self._timers.clear()
         self._gates.clear()
         for key, line in list(self._lines.items()):
@@ -292,13 +296,16 @@ class Dispatch:
         """Let nothing begin any more: what comes is only held."""
         self.closed = self.special = True
 
-    def gather(self) -> None:
-        """Let nothing begin until `release`, or until something new comes."""
-        self.gathering = self.special = True
+    def gather(self, most: int) -> None:
+        """Gather redeliveries and let nothing begin, until `most` have come, a new message has, or `release` is called.
+
+        After a worker has died, the server redelivers its messages in the order in which their `ack_wait` ran out.
+        """
+        self.gathering, self.special = most, True
 
     def release(self) -> None:
         """Let begin what was gathered."""
-        self.gathering = False
+        self.gathering = 0
 
     def isolate(self, alone: bool) -> None:
         """Let nothing begin but a notification that is to run alone, or everything again."""
@@ -326,7 +333,7 @@ class Dispatch:
         if self.closed or self.gathering or now >= self.trusted_until:
             return math.inf
         at = self._timers[0][0] if self._timers else math.inf
-        if self._pace is not None and not self._pace.free:
+        if not self._pace.free:
             first, again = not self.only_alone and bool(self.ready), not self.only_alone and bool(self.again)
             if first or again or self._alone:
                 at = min(at, self._pace.again_at(now, first=first, again=again or bool(self._alone)))
@@ -386,13 +393,13 @@ class Dispatch:
                 self._put(waited, now)
         while (delivery := self._next(now)) is not None:
             if not self._limits or self._admitted(delivery, now):
-                if self._pace is not None and not self._pace.free:
+                if not self._pace.free:
                     self._pace.note_begin(now, self._pick(), again=delivery.tried)
                 return self._run(delivery, now)
         waits = self._timers or self._limits or self.again or self.asked or self.only_alone
         waits = waits or self._at_once or self._alone
         again = self.running_again  # one of which may run alone: who waits for its end is told
-        if not (waits or again) and (self._pace is None or self._pace.free):
+        if not (waits or again) and self._pace.free:
             self.special = False
         return None
 
@@ -400,25 +407,22 @@ class Dispatch:
         """Take the next one that is ready: the one that runs alone; else by turns of those that were tried before and
         those that were not, or as the pace says."""
         pace = self._pace
-        if self._alone and (pace is None or pace.free or pace.lets(now, first=False, again=True)[1]):
+        if self._alone and (pace.free or pace.lets(now, first=False, again=True)[1]):
             return self._alone.popleft()
         if self.only_alone:
             return None
         if self._at_once:
             return self._at_once.popleft()
-        if pace is not None and not pace.free:
-            first, again = pace.lets(now, first=bool(self.ready), again=bool(self.again))
-            if first and again:
-                first = pace.prefers_first(self._pick()) if pace.is_shut else self._prefers_first()
-        else:
-            first, again = bool(self.ready), bool(self.again)
-            if first and again:
-                first = self._prefers_first()
+        first, again = bool(self.ready), bool(self.again)
+        if not pace.free:
+            first, again = pace.lets(now, first=first, again=again)
+        if first and again:
+            first = pace.prefers_first(self._pick()) if pace.is_shut else self._prefers_first()
         if not (first or again):
             return None
         self._turn = first
         queue = self.ready if first else self.again
-        if pace is not None and pace.picks(again=not first) and (place := int(self._pick() * len(queue))):
+        if pace.picks(again=not first) and (place := int(self._pick() * len(queue))):
             queue[0], queue[place] = queue[place], queue[0]
         return queue.popleft()
 
@@ -497,15 +501,14 @@ class Dispatch:
     def _move(self, delivery: Delivery, place: int, *, first: bool = False) -> None:
         """Change the place of a delivery. Nothing else does, but for one that begins or is given up."""
         was = delivery.place
-        if was in QUEUES:
-            self._queue(was).remove(delivery)
+        if was in self._queues:
+            self._queues[was].remove(delivery)
         elif was == GATE:
             self._leave_gate(delivery)
         delivery.place = place
         # What is recorded before it begins is not taken at once; see `Flow.take_now`.
         self.special = self.special or place not in (GONE, BEHIND, READY) or delivery.begin is not None
-        if place in QUEUES:
-            queue = self._queue(place)
+        if (queue := self._queues.get(place)) is not None:
             if first:
                 queue.appendleft(delivery)
             else:
@@ -516,13 +519,6 @@ class Dispatch:
             self._timed += 1
             delivery.timer = self._timed
             heappush(self._timers, (delivery.due, self._timed, delivery))
-
-    def _queue(self, place: int) -> deque[Delivery]:
-        if place == READY:
-            return self.ready
-        if place == AGAIN:
-            return self.again
-        return self._at_once if place == AT_ONCE else self._alone
 
     def _leave_gate(self, delivery: Delivery) -> None:
         gate = delivery.limit, delivery.limit.gate(delivery)

@@ -28,6 +28,8 @@ from aviso_workers.state.failure_records import Kind, LastFailure, Retrying
 
 __all__ = ["OBSERVED", "LastFailures"]
 
+Change = Callable[[LastFailure | None, datetime], LastFailure | None]
+"""Returns a record changed, by what it was and the time of the server."""
 OBSERVED = (OutageBegan, OutageGoesOn, OutageEnded, TaskFailed, Ticked, WindowDone)
 """The facts that `LastFailures.observe` is for."""
 
@@ -117,17 +119,6 @@ class LastFailures:
         self._settled.setdefault(agent, set()).add((stream, sequence))
         self._changed.set()
 
-    def note_away(self, agent: str, reason: str, since: datetime) -> None:
-        """Note that what an agent depends on is away, and since when by the worker's clock."""
-        self._away[agent] = _Away(reason, since)
-        self._changed.set()
-
-    def note_back(self, agent: str) -> None:
-        """Note that it is away no more."""
-        if (away := self._away.get(agent)) is not None:
-            away.is_back, away.written_at = True, -math.inf
-            self._changed.set()
-
     def observe(self, event: Ticked | TaskFailed | WindowDone | OutageBegan | OutageGoesOn | OutageEnded) -> None:
         """Note the failure that an event tells of, that a timer succeeds again, or that something is away or back."""
         match event:
@@ -148,13 +139,15 @@ class LastFailures:
 
     def _observe_outage(self, event: OutageBegan | OutageGoesOn | OutageEnded) -> None:
         for agent in event.agents:
+            away = self._away.get(agent)
             match event:
-                case OutageEnded():
-                    self.note_back(agent)
+                case OutageEnded() if away is not None:
+                    away.is_back, away.written_at = True, -math.inf
                 case OutageBegan():
-                    self.note_away(agent, event.reason, self._now())
-                case OutageGoesOn() if agent not in self._away:  # it has begun meanwhile
-                    self.note_away(agent, event.reason, self._now() - timedelta(seconds=event.seconds))
+                    self._away[agent] = _Away(event.reason, self._now())
+                case OutageGoesOn() if away is None:  # it has begun meanwhile
+                    self._away[agent] = _Away(event.reason, self._now() - timedelta(seconds=event.seconds))
+        self._changed.set()
 
     async def keep_writing(self) -> None:
         """Record what is noted; cancel this to end it."""
@@ -183,24 +176,14 @@ class LastFailures:
         """Record these, and take out what is recorded."""
         while noted:
             (kind, name), each = next(iter(noted.items()))
-            bucket = await consumer_records.bucket(self._backend)
-            now, waiting = await bucket.time(), tuple(found() for found in each.retrying.values())
-            last = failure_records.shifted(structs.replace(each.last, retrying=waiting), now - self._now())
-            change = partial(_merged, last, now)
-            await key_value.compare_and_set(
-                bucket, failure_records.key_of(self._app, kind, name), read=failure_records.read, change=change
-            )
+            last = structs.replace(each.last, retrying=tuple(found() for found in each.retrying.values()))
+            await self._change(kind, name, partial(_merged, last, self._now()))
             del noted[kind, name]
 
     async def _write_settled(self) -> None:
         for agent, settled in tuple(self._settled.items()):
             written = frozenset(settled)
-            bucket, key = (
-                await consumer_records.bucket(self._backend),
-                failure_records.key_of(self._app, "agents", agent),
-            )
-            change = partial(_without, written)
-            await key_value.compare_and_set(bucket, key, read=failure_records.read, change=change)
+            await self._change("agents", agent, partial(_without, written))
             settled -= written
             if not settled:
                 del self._settled[agent]
@@ -210,9 +193,7 @@ class LastFailures:
             timer = next(iter(self._over))
             key = failure_records.key_of(self._app, "timers", timer)
             if await consumer_records.entry(self._backend, key) is not None:  # as of the fewest
-                bucket = await consumer_records.bucket(self._backend)
-                change = partial(_ended, await bucket.time())
-                await key_value.compare_and_set(bucket, key, read=failure_records.read, change=change)
+                await self._change("timers", timer, _ended)
             self._over.discard(timer)  # it may have failed again meanwhile
 
     async def _write_away(self) -> None:
@@ -220,15 +201,22 @@ class LastFailures:
             monotonic = self._backend.clock.monotonic()
             if monotonic - away.written_at < failure_records.RENEW_SECONDS:
                 continue
-            bucket = await consumer_records.bucket(self._backend)
-            now, is_back = await bucket.time(), away.is_back
-            change = partial(_told_away, away.reason, away.since + (now - self._now()), now, is_back=is_back)
-            key = failure_records.key_of(self._app, "agents", agent)
-            await key_value.compare_and_set(bucket, key, read=failure_records.read, change=change)
+            is_back = away.is_back
+            await self._change(
+                "agents", agent, partial(_told_away, away.reason, self._now() - away.since, is_back=is_back)
+            )
             if away.is_back == is_back:
                 away.written_at = monotonic
             if is_back and self._away.get(agent) is away:
                 del self._away[agent]
+
+    async def _change(self, kind: Kind, name: str, change: Change) -> None:
+        """Change the record of an agent, a timer or a task."""
+        bucket = await consumer_records.bucket(self._backend)
+        key, now = failure_records.key_of(self._app, kind, name), await bucket.time()
+        await key_value.compare_and_set(
+            bucket, key, read=failure_records.read, change=lambda before: change(before, now)
+        )
 
     def _now(self) -> datetime:
         return clocks.utc_now(self._backend.clock)
@@ -247,8 +235,9 @@ def _described(error: BaseException, now: datetime, until: datetime) -> LastFail
     )
 
 
-def _merged(last: LastFailure, now: datetime, before: LastFailure | None) -> LastFailure:
-    """Return the record with what one worker has noted since it wrote last. All times are by the server's clock."""
+def _merged(last: LastFailure, noted_at: datetime, before: LastFailure | None, now: datetime) -> LastFailure:
+    """Return the record with what one worker has noted since it wrote last, by its own clock."""
+    last = failure_records.shifted(last, now - noted_at)
     if before is not None and before.until >= last.since:
         last = structs.replace(
             last,
@@ -266,7 +255,7 @@ def _merged(last: LastFailure, now: datetime, before: LastFailure | None) -> Las
     return structs.replace(last, written=now, retrying=tuple(first[:MAX_RETRYING]))
 
 
-def _without(settled: Collection[tuple[str, int]], before: LastFailure | None) -> LastFailure | None:
+def _without(settled: Collection[tuple[str, int]], before: LastFailure | None, now: datetime) -> LastFailure | None:
     """Return the record without notifications that are settled."""
     if before is None:
         return None
@@ -275,11 +264,12 @@ def _without(settled: Collection[tuple[str, int]], before: LastFailure | None) -
 
 
 def _told_away(
-    reason: str, since: datetime, now: datetime, before: LastFailure | None, *, is_back: bool
+    reason: str, age: timedelta, before: LastFailure | None, now: datetime, *, is_back: bool
 ) -> LastFailure | None:
-    """Return the record with what one worker says of what the agent depends on."""
+    """Return the record with what one worker says of what the agent depends on, which is away for so long."""
     if is_back:
         return before and structs.replace(before, away_until=now, written=now)
+    since = now - age
     if before is None:  # nothing has failed, as where the author's code says that it is away
         before = LastFailure(error=reason, text="", at="", since=since, last=now, until=now, written=now, times=0)
     if before.is_away(now) and before.away_since is not None:
@@ -288,6 +278,6 @@ def _told_away(
     return structs.replace(before, away=reason, away_since=since, away_until=until, written=now)
 
 
-def _ended(now: datetime, before: LastFailure | None) -> LastFailure | None:
+def _ended(before: LastFailure | None, now: datetime) -> LastFailure | None:
     """Return the record of what has succeeded by now."""
     return structs.replace(before, until=now, written=now) if before is not None and before.until > now else before

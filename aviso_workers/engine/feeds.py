@@ -116,7 +116,12 @@ def _unrepeated(repeats: Repeats, flow: Flow, joining: TaskGroup) -> Deliver:
     """Return what puts deliveries into the flow and leaves out what was settled here before; see `repeats`."""
 
     async def settle() -> None:
-        await acknowledging.settle_again(repeats, handle=flow.put)
+        found, settlement = await repeats.judge()
+        for delivery in found:
+            if settlement is None:
+                flow.put(delivery)
+            else:
+                acknowledging.settle(delivery, settlement)
 
     def put_new(deliveries: Sequence[Delivery]) -> None:
         if not repeats.may_include(deliveries):

@@ -57,10 +57,6 @@ PACED_PREFETCH = 250
 """How many are held while the pace is not free: with 64, what lies behind 500 bad ones came twenty times later."""
 
 
-def _ignore(_: Delivery) -> None:
-    """Do nothing: for a flow whose owner need not hear of what was lost."""
-
-
 class Flow:
     """What one worker holds for one agent, and what it asks for."""
 
@@ -75,7 +71,7 @@ class Flow:
         isolation: Isolation | None = None,
         limits: Sequence[Limit] = (),
         pace: Pace | None = None,
-        on_lost: Callable[[Delivery], None] = _ignore,
+        on_lost: Callable[[Delivery], None] = lambda _: None,
     ) -> None:
         """With `isolation`, redeliveries are returned by `take_redelivered`, and by `take` only after `admit`.
 
@@ -89,8 +85,6 @@ class Flow:
         """How often that was."""
         self.finished = 0
         """Deliveries that were settled here."""
-        self.gather_left = 0
-        """How many more redeliveries may be gathered; 0 while none are."""
         self._clock = clock
         self._key = key
         self._pace = pace
@@ -189,35 +183,18 @@ class Flow:
 
     # What comes
 
-    def gather(self, most: int) -> None:
-        """Gather redeliveries and hand out none, until `most` have come, a new message has, or `release` is called.
-
-        After a worker has died, the server redelivers its messages in the order in which their `ack_wait` ran out.
-        """
-        self.gather_left = most
-        self.dispatch.gather()
-
     def release(self) -> None:
         """Hand out what was gathered."""
-        self.gather_left = 0
         self.dispatch.release()
         self._look()
 
     def put(self, delivery: Delivery) -> None:
         """Take a delivery that has come."""
-        came = self.dispatch.received(delivery, self._clock.monotonic())
-        if self.gather_left and came:
-            self.gather_left = self.gather_left - 1 if self.dispatch.gathering else 0
-            if not self.gather_left:
-                self.dispatch.release()
+        self.dispatch.received(delivery, self._clock.monotonic())
         self._look()
 
     def put_all(self, deliveries: Sequence[Delivery]) -> None:
         """Take deliveries that have come together, which are new objects."""
-        if self.gather_left:
-            for delivery in deliveries:
-                self.put(delivery)
-            return
         self.dispatch.received_all(deliveries, self._clock.monotonic())
         if self.dispatch.special:
             self._look()
@@ -287,8 +264,7 @@ class Flow:
         if dispatch.special and dispatch.asked:
             self._redelivery.set()
         if delivery is None:
-            if self._isolation.alone is not None:
-                self._isolation.look()
+            self._isolation.look()
             return None
         if self._idle and not self._waking and dispatch.may_begin():
             self._wake()  # each wakes the next one: to wake all is in vain where one of them takes everything
@@ -325,6 +301,12 @@ class Flow:
         delivery.message = structs.replace(delivery.message, data=message.data, headers=message.headers)
         self.dispatch.waiting_bytes += len(message.data)
 
+    def open(self, limit: Limit, key: Hashable, count: int) -> int:
+        """Let up to so many of a limit's key be asked again, and return for how many; see `Dispatch.open`."""
+        opened = self.dispatch.open(limit, key, count, self._clock.monotonic())
+        self._look()
+        return opened
+
     async def _turn(self) -> None:
         """Wait until there may be something to take."""
         self._plan()
@@ -359,8 +341,7 @@ class Flow:
         """Note that something has changed that may let one begin, or be decided on."""
         if self.dispatch.asked:
             self._redelivery.set()
-        if self._isolation.alone is not None:
-            self._isolation.look()
+        self._isolation.look()
         self.wake()
 
     def wake(self) -> None:
@@ -383,25 +364,19 @@ class Flow:
         if not dispatch.ended(delivery, self._clock.monotonic() if dispatch.special else 0.0):
             return None
         self.finished += 1
-        if dispatch.special or waited is None:
-            self._after_end(delivery, waited)
+        if waited is None:
+            self._ask()  # no handler begins for it, which would ask for more
+            self._look()
+        elif dispatch.special:
+            self._look()
         elif self._idle and dispatch.ready and not self._waking:
             self._wake()  # for the next one of its key
         return waited or 0.0
-
-    def _after_end(self, delivery: Delivery, waited: float | None) -> None:
-        if self._isolation.alone is not None:
-            self._isolation.note_end(delivery)
-        if waited is None:
-            self._ask()  # no handler begins for it, which would ask for more
-        self._look()
 
     def retry_later(self, delivery: Delivery, *, after_seconds: float) -> None:
         """Keep a delivery whose handling has failed at its place in the order, and try it again after the delay."""
         now = self._clock.monotonic()
         self.dispatch.wait(delivery, now, until=now + after_seconds)
-        if self._isolation.alone is not None:
-            self._isolation.note_end(delivery)
         self._ask()
         self._look()
 
@@ -416,27 +391,16 @@ class Flow:
         self.dispatch.close()
         self._redelivery.set()
         if (alone := self._isolation.alone) is not None and self.holds(alone) and alone.waited is None:
-            self._isolation.note_end(alone)  # it has not begun, and will not
+            self._isolation.give_up()
         while self._idle:
             self._idle.popleft().set()
 
-    def withdraw(self) -> list[Delivery]:
-        """Remove the deliveries whose handling has not begun, and return them, to be given back in this order."""
-        return self._withdrawn(self.dispatch.withdraw())
-
-    def withdraw_all(self) -> list[Delivery]:
-        """Remove all deliveries, also those whose handlers run, and return them, to be given back in this order."""
-        return self._withdrawn(self.dispatch.withdraw(running=True))
-
-    def withdraw_untried(self) -> list[Delivery]:
-        """Remove the deliveries that are ready and were not tried, and return them."""
-        return self._withdrawn(self.dispatch.untried())
-
-    def _withdrawn(self, deliveries: list[Delivery]) -> list[Delivery]:
-        for delivery in deliveries:
-            if self._isolation.alone is not None:
-                self._isolation.note_end(delivery)
-        return deliveries
+    def withdraw(self, *, running: bool = False) -> list[Delivery]:
+        """Remove the deliveries whose handling has not begun, with `running` also the others, and return them, to be
+        given back in this order."""
+        withdrawn = self.dispatch.withdraw(running=running)
+        self._isolation.look()
+        return withdrawn
 
     # Trust
 
@@ -493,9 +457,9 @@ class Flow:
 
     def capacity(self) -> int:
         """Return how many deliveries could be taken now."""
-        if self.gather_left:
-            return min(self.gather_left, self._prefetch)
         dispatch, waiting = self.dispatch, self.waiting
+        if dispatch.gathering:
+            return min(dispatch.gathering, self._prefetch)
         capacity = self._prefetch - waiting
         if dispatch.special or self.ordered:
             if self._pace is not None and not self._pace.free:

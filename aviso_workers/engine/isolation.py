@@ -14,7 +14,7 @@ import anyio
 
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
-from aviso_workers.engine.dispatch import BEHIND, GATE, Dispatch
+from aviso_workers.engine.dispatch import ALONE, ASKED, RUNNING, Dispatch
 
 __all__ = ["Isolation"]
 
@@ -67,18 +67,20 @@ class Isolation:
         """Wait until the notification that runs alone has come to its end, or was given back."""
         await self._ended.wait()
 
-    def note_end(self, delivery: Delivery) -> None:
-        """Note that a delivery of one of the flows does not run any more."""
-        if delivery is self.alone:
-            self._ended.set()
-        elif not self._busy():
-            self._free.set()
+    def give_up(self) -> None:
+        """Note that the notification which is to run alone has not begun, and will not."""
+        self._ended.set()
 
     def look(self) -> None:
-        """Note that the notification which is to run alone may have to wait behind an earlier one of its key, or for a
-        limit: it gives way to others, and is decided on again."""
-        if self.alone is not None and self.alone.place in (BEHIND, GATE):
+        """Note what has changed in a flow: whether others run still, and whether the notification that is to run alone
+        was settled or waits. Behind an earlier one of its key, or for a limit, it gives way to others, and is decided
+        on again."""
+        if self.alone is None:
+            return
+        if self.alone.place not in (ASKED, ALONE, RUNNING):
             self._ended.set()
+        if not self._busy():
+            self._free.set()
 
     def _busy(self) -> bool:
         return any(flow.dispatch.running for flow in self._flows)

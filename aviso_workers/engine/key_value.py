@@ -12,6 +12,8 @@ from contextlib import aclosing
 from datetime import datetime
 from typing import TypedDict, TypeVar, Unpack
 
+from msgspec import Struct
+
 from aviso_workers import clocks
 from aviso_workers.backends import Backend
 from aviso_workers.clocks import Clock
@@ -37,30 +39,21 @@ class Conditions(TypedDict, total=False):
     headers: Mapping[str, str] | None
 
 
-class RetryingKeyValue:
+class RetryingKeyValue(Struct, eq=False):
     """A `KeyValue` that is made where it is missing, and that waits for a connection that is lost.
 
     Raises `OutcomeUnknownError` where it cannot be told whether a write was done.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        name: str,
-        *,
-        history: int = 1,
-        ttl_seconds: float | None = None,
-        patience_seconds: float,
-        own: bool = False,
-    ) -> None:
-        """`own` is as for `Backend.key_value`."""
-        self._backend = backend
-        self._own = own
-        self.name = name
-        self._history = history
-        self._ttl_seconds = ttl_seconds
-        self._patience = patience_seconds
-        self._bucket: KeyValue | None = None
+    backend: Backend
+    name: str
+    patience_seconds: float
+    history: int = 1
+    ttl_seconds: float | None = None
+    own: bool = False
+    """As for `Backend.key_value`."""
+    bucket: KeyValue | None = None
+    """The bucket itself, as soon as it is needed."""
 
     async def get(self, key: str) -> Entry | None:
         return await self._do(lambda bucket: bucket.get(key))
@@ -98,15 +91,15 @@ class RetryingKeyValue:
         while True:
             try:
                 bucket = await self.opened()
-                created = await replay.when_created(self._backend, f"KV_{self.name}", known=created)
+                created = await replay.when_created(self.backend, f"KV_{self.name}", known=created)
                 async with aclosing(bucket.changes(key, after=after, until=until)) as changes:
                     async for entry in changes:
                         after = entry.revision
                         yield entry
                 return
             except UnavailableError:
-                with clocks.move_on_after(self._backend.clock, LONGEST_DELAY_SECONDS):
-                    await self._backend.connection.failed()
+                with clocks.move_on_after(self.backend.clock, LONGEST_DELAY_SECONDS):
+                    await self.backend.connection.failed()
 
     async def opened(self) -> KeyValue:
         """Return the bucket itself, which does not try again."""
@@ -140,41 +133,39 @@ class RetryingKeyValue:
 
     async def _do(self, deed: Callable[[KeyValue], Awaitable[T]]) -> T:
         async def attempt() -> T:
-            if self._bucket is None:
-                self._bucket = await self._backend.key_value(
-                    self.name, history=self._history, ttl_seconds=self._ttl_seconds, own=self._own
+            if self.bucket is None:
+                self.bucket = await self.backend.key_value(
+                    self.name, history=self.history, ttl_seconds=self.ttl_seconds, own=self.own
                 )
             try:
-                return await deed(self._bucket)
+                return await deed(self.bucket)
             except (UnavailableError, NotFoundError):
-                self._bucket = None  # it may have been deleted
+                self.bucket = None  # it may have been deleted
                 raise
 
-        return await retried(attempt, clock=self._backend.clock, patience_seconds=self._patience)
+        return await retried(attempt, clock=self.backend.clock, patience_seconds=self.patience_seconds)
 
 
-class CachedKeyValue(RetryingKeyValue):
+class CachedKeyValue(RetryingKeyValue, eq=False, kw_only=True):
     """A `RetryingKeyValue` whose values are here as well, kept by `keep_current`, which reads what changes.
 
     While that is interrupted or has not come to the newest yet, the server is asked. So what is told is as old as the
     way from the server to here; one's own writes are told at once.
     """
 
-    def __init__(self, backend: Backend, name: str, *, history: int = 1, patience_seconds: float) -> None:
-        super().__init__(backend, name, history=history, patience_seconds=patience_seconds)
-        self._clock = backend.clock
-        self._current = False
-        self.seen = 0
-        """The revision up to which the bucket's changes have come here."""
-        self._rows: dict[str, Entry] = {}
-        """The newest known entry of each key. A key that we deleted has its deletion here until the server's
-        message about it arrives."""
-        self._version = 0
+    seen: int = 0
+    """The revision up to which the bucket's changes have come here."""
+    is_current: bool = False
+    rows: dict[str, Entry] = {}
+    """The newest known entry of each key. A key that we deleted has its deletion here until the server's
+    message about it arrives."""
+    number: int = 0
+    """See `version`."""
 
     @property
     def version(self) -> int | None:
         """A number that is another one when `entries` tells something else; None while the server is asked."""
-        return self._version if self._current else None
+        return self.number if self.is_current else None
 
     async def keep_current(self) -> None:
         """Keep the copy current by following the bucket. Never returns."""
@@ -182,26 +173,26 @@ class CachedKeyValue(RetryingKeyValue):
             try:
                 await self._follow(await self.opened())
             except BackendError:
-                await self._clock.sleep(LONGEST_DELAY_SECONDS)
+                await self.backend.clock.sleep(LONGEST_DELAY_SECONDS)
 
     async def get(self, key: str) -> Entry | None:
-        if not self._current:
+        if not self.is_current:
             return await super().get(key)
-        entry = self._rows.get(key)
+        entry = self.rows.get(key)
         return None if entry is None or entry.deleted else entry
 
     async def newest(self, key: str) -> Entry | None:
         """Return what is here; the server is asked about a key that is not, because deletions are not kept, and about
         one with a ttl, which counts from the server's time."""
-        entry = self._rows.get(key) if self._current else None
+        entry = self.rows.get(key) if self.is_current else None
         if entry is None or entry.deleted or entry.ttl_seconds is not None:
             return await super().newest(key)
         return entry
 
     async def entries(self) -> list[Entry]:
-        if not self._current:
+        if not self.is_current:
             return await super().entries()
-        return sorted((row for row in self._rows.values() if not row.deleted), key=lambda row: row.revision)
+        return sorted((row for row in self.rows.values() if not row.deleted), key=lambda row: row.revision)
 
     async def put(self, key: str, value: bytes, **conditions: Unpack[Conditions]) -> int:
         try:
@@ -225,42 +216,42 @@ class CachedKeyValue(RetryingKeyValue):
 
     async def _follow(self, bucket: KeyValue) -> None:
         # Begun again each time: what expired during a long interruption comes as no change.
-        self._rows, self.seen = {}, 0
-        self._version += 1
+        self.rows, self.seen = {}, 0
+        self.number += 1
         last = await bucket.revision()
         try:
             async with aclosing(bucket.changes(until=last)) as changes:
                 async for entry in changes:
                     self._learn(entry)
-            self.seen, self._current = last, True
+            self.seen, self.is_current = last, True
             async with aclosing(bucket.changes(after=last)) as changes:
                 async for entry in changes:
                     self._learn(entry)
         finally:
-            self._current = False
+            self.is_current = False
 
     async def _read_again(self, key: str) -> None:
         """Read a key that somebody else has changed before the change came here."""
         newest = await super().get(key)
         if newest is None:
-            self._version += 1
-            self._rows.pop(key, None)
+            self.number += 1
+            self.rows.pop(key, None)
         else:
             self._take_newer(newest)
 
     def _learn(self, entry: Entry) -> None:
         self.seen = max(self.seen, entry.revision)
-        known = self._rows.get(entry.key)
+        known = self.rows.get(entry.key)
         if known is not None and known.revision > entry.revision:
             return
-        self._version += known is None or known.revision < entry.revision
+        self.number += known is None or known.revision < entry.revision
         if entry.deleted:
-            self._rows.pop(entry.key, None)
+            self.rows.pop(entry.key, None)
         else:
-            self._rows[entry.key] = entry
+            self.rows[entry.key] = entry
 
     def _note(self, key: str, revision: int, value: bytes | None, headers: Mapping[str, str] | None = None) -> None:
-        time = clocks.utc_now(self._clock)
+        time = clocks.utc_now(self.backend.clock)
         deleted = value is None
         self._take_newer(
             Entry(key=key, data=value or b"", revision=revision, time=time, deleted=deleted, headers=headers or {})
@@ -268,10 +259,10 @@ class CachedKeyValue(RetryingKeyValue):
 
     def _take_newer(self, entry: Entry) -> None:
         """Keep what is newer than all that the server has told of."""
-        known = self._rows.get(entry.key)
+        known = self.rows.get(entry.key)
         if entry.revision > self.seen and (known is None or known.revision < entry.revision):
-            self._version += 1
-            self._rows[entry.key] = entry
+            self.number += 1
+            self.rows[entry.key] = entry
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], *, clock: Clock, patience_seconds: float) -> T:

@@ -15,7 +15,6 @@ from datetime import datetime
 from functools import partial
 
 import anyio
-from msgspec import Struct
 
 from aviso_workers import clocks
 from aviso_workers.aviso.literals import printable
@@ -37,14 +36,6 @@ has few notifications, the pace is never shut."""
 EVERYTHING = 1_000_000
 MAX_KEYS = 10_000
 """The keys of a dependency of which a worker remembers that something has failed."""
-
-
-class _Member(Struct):
-    """An agent that depends on it."""
-
-    flow: Flow | None
-    """What the worker holds for the agent; None where its notifications do not depend on it, as those of windows."""
-    on_open: Callable[[], None]
 
 
 class _KeyPace:
@@ -76,7 +67,10 @@ class Outage:
         self._declared = declared
         self._clock = clock
         self._events = events
-        self._members: dict[str, _Member] = {}
+        self._on_open: dict[str, Callable[[], None]] = {}
+        """By agent that depends on it."""
+        self._flows: dict[str, Flow] = {}
+        """By agent, unless its notifications do not depend on it, as those of windows."""
         self.keys: dict[Hashable, _KeyPace] = {}
         """Of which something has failed."""
         self._gates: list[KeyGate] = []
@@ -92,7 +86,9 @@ class Outage:
     def join(self, agent: str, flow: Flow | None, *, most: int, on_open: Callable[[], None]) -> None:
         """Add an agent that makes at most so many calls at once. `on_open` is called when everything may begin again
         after the pace was shut."""
-        self._members[agent] = _Member(flow, on_open)
+        self._on_open[agent] = on_open
+        if flow is not None:
+            self._flows[agent] = flow
         self.pace.most += most
 
     def is_unavailable(self, error: BaseException) -> bool:
@@ -147,13 +143,7 @@ class Outage:
 
     def begins(self, *, again: bool) -> bool:
         """Return whether a call may begin now that is none of a delivery, and count it where it may."""
-        pace, now = self.pace, self._clock.monotonic()
-        if pace.free:
-            return True
-        if not any(pace.lets(now, first=not again, again=again)):
-            return False
-        pace.note_begin(now, random.random(), again=again)
-        return True
+        return self.pace.begins(self._clock.monotonic(), random.random(), again=again)
 
     def trip(self, reason: str, after_seconds: float | None) -> None:
         """Take it for away until something succeeds; where that is given, nothing is tried for so many seconds."""
@@ -215,43 +205,40 @@ class Outage:
             known.pace.close(until)
 
     def _running(self) -> tuple[int, int]:
-        flows = [member.flow.dispatch for member in self._members.values() if member.flow is not None]
-        again = sum(each.running_again for each in flows)
-        return sum(each.running for each in flows) - again, again
+        again = sum(flow.dispatch.running_again for flow in self._flows.values())
+        return sum(flow.dispatch.running for flow in self._flows.values()) - again, again
 
     def _tell(self) -> None:
-        for member in self._members.values():
-            if member.flow is not None:
-                member.flow.dispatch.special = True
-                member.flow.wake()
+        for flow in self._flows.values():
+            flow.dispatch.special = True
+            flow.wake()
 
     def _begin(self, error: BaseException, *, key: str = "") -> None:
         self.is_away, self.since = not key, clocks.utc_now(self._clock)
         self._began_at = self._clock.monotonic()
         self._calls = self._failures = self._told_calls = self._told_failures = 0
-        began = OutageBegan(dependency=self._dependency.name, agents=tuple(self._members), error=error, key=key)
+        began = OutageBegan(dependency=self._dependency.name, agents=tuple(self._on_open), error=error, key=key)
         self.reason = began.reason
         self._events.emit(began)
         self._began.set()
 
     def _tell_agents(self) -> None:
-        waiting = sum(member.flow.waiting for member in self._members.values() if member.flow is not None)
         self._events.emit(
             OutageGoesOn(
                 dependency=self._dependency.name,
-                agents=tuple(self._members),
+                agents=tuple(self._on_open),
                 reason=self.reason,
                 seconds=self._clock.monotonic() - self._began_at,
                 calls=self._calls - self._told_calls,
                 failures=self._failures - self._told_failures,
-                waiting=waiting,
+                waiting=sum(flow.waiting for flow in self._flows.values()),
             )
         )
         self._told_calls, self._told_failures = self._calls, self._failures
 
     def _open(self) -> None:
-        for member in self._members.values():
-            member.on_open()
+        for on_open in self._on_open.values():
+            on_open()
 
     def _end(self) -> None:
         seconds = self._clock.monotonic() - self._began_at
@@ -259,7 +246,7 @@ class Outage:
         self._events.emit(
             OutageEnded(
                 dependency=self._dependency.name,
-                agents=tuple(self._members),
+                agents=tuple(self._on_open),
                 seconds=seconds,
                 calls=self._calls,
                 failures=self._failures,
@@ -289,10 +276,10 @@ class KeyGate:
         if not self._outage.keys or (known := self._outage.keys.get(self.gate(delivery))) is None:
             return True
         again = delivery.tried
-        if not known.pace.free:
-            if not delivery.at_once and not any(known.pace.lets(now, first=not again, again=again)):
-                return False
+        if delivery.at_once:
             known.pace.note_begin(now, random.random(), again=again)
+        elif not known.pace.begins(now, random.random(), again=again):
+            return False
         known.running += 1
         return True
 
@@ -317,10 +304,9 @@ class KeyGate:
 
     def open(self, key: Hashable) -> None:
         """Have those of a key asked again that may begin."""
-        known, now = self._outage.keys.get(key), self._clock.monotonic()
+        known = self._outage.keys.get(key)
         count = EVERYTHING if known is None or known.pace.free else 2 if not known.pace.is_shut else 1
-        if self._flow.dispatch.open(self, key, count, now):
-            self._flow.wake()
+        self._flow.open(self, key, count)
         if self._flow.dispatch.waiting_at(self, key):
             self.wait(key)
 

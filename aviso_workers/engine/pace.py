@@ -130,6 +130,13 @@ class Pace:
         """Return whether a first try begins where a retry may, too."""
         return random < FIRST_SHARE
 
+    def begins(self, now: float, random: float, *, again: bool) -> bool:
+        """Return whether one may begin now, and note that it does where it may."""
+        if not self.free and not any(self.lets(now, first=not again, again=again)):
+            return False
+        self.note_begin(now, random, again=again)
+        return True
+
     def note_begin(self, now: float, random: float, *, again: bool) -> None:
         """Note that one begins."""
         if self.retries == 0 or (self.is_shut and not again):

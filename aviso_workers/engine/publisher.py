@@ -120,6 +120,10 @@ class _Prepared(Struct, gc=False):
     schedule: Outgoing | None = None
     """The message that is sent in its place, if it has to wait."""
     due: datetime | None = None
+    answer: PubAck | ConflictError | None = None
+    """The acknowledgement, or where that is asked for, the refusal because it expects another state of the stream."""
+    in_doubt: bool = False
+    """Whether it may be stored: neither a refusal nor a missing connection at a later attempt says that it is not."""
 
 
 class Publisher:
@@ -168,14 +172,14 @@ class Publisher:
         of the attempts may have stored it.
         """
         prepared = self._prepare(wanted)
-        [ack] = await self._store([prepared])
-        return _receipt(prepared, ack)
+        await self._store([prepared])
+        return _receipt(prepared)
 
     async def notify_together(self, wanted: Iterable[Notify], *, message_id: str | None) -> Receipt:
         """Store all of them, in this order, or none; the receipt is that of the last. Raises as `notify` does."""
         chunk = self._as_one(list(wanted), message_id=message_id)
-        ack = (await self._store(chunk, together=True))[-1]
-        return _receipt(chunk[-1], ack)
+        await self._store(chunk, together=True)
+        return _receipt(chunk[-1])
 
     async def notify_many(self, wanted: Iterable[Notify], *, answered: bool = False) -> int:
         """Store all of them, some at a time, and return how many there were.
@@ -185,11 +189,7 @@ class Publisher:
         They are taken from the iterable as they can be sent; their order in the stream may differ where one is tried
         again. Raises as `notify` does, at the first that fails; what was sent before may be stored.
         """
-
-        async def store(chunk: list[_Prepared]) -> int:
-            return len(await self._answers(chunk, answered=answered))
-
-        return await self._store_all(_chunks(map(self._prepare, wanted)), store)
+        return await self._store_all(_chunks(map(self._prepare, wanted)), partial(self._store, answered=answered))
 
     async def store_chunk(self, event_type: str, chunk: OutgoingChunk) -> int:
         """Store notifications of one event type that are messages already, each with its id, as `notify_many` does."""
@@ -200,16 +200,9 @@ class Publisher:
         """Store as `store_chunk` does, and return the acknowledgement of each, with its sequence and whether the stream
         had stored a message of its id before; or its refusal, where it expects another state of the stream."""
         _, spec = self._writers.get(event_type) or self._writer(event_type)
-        acks: dict[int, list[PubAck | ConflictError]] = {}
-
-        async def store(numbered: tuple[int, OutgoingChunk]) -> int:
-            number, part = numbered
-            prepared = [self._ready(event_type, spec, each.message, each.message_id) for each in part.each(spec.name)]
-            acks[number] = await self._answers(prepared, answered=True)
-            return len(part)
-
-        await self._store_all(enumerate(_parts(chunk)), store)
-        return [ack for number in sorted(acks) for ack in acks[number]]
+        prepared = [self._ready(event_type, spec, each.message, each.message_id) for each in chunk.each(spec.name)]
+        await self._store_all(_chunks(prepared), partial(self._store, answered=True))
+        return [each.answer for each in prepared if each.answer is not None]
 
     async def _store_part(self, event_type: str, spec: StreamSpec, part: OutgoingChunk) -> int:
         """Store as many as possible without an answer for each, the others as any notifications."""
@@ -225,7 +218,9 @@ class Publisher:
         if stored < len(part):
             left = part.part(stored, len(part)).each(spec.name)
             prepared = [self._ready(event_type, spec, each.message, each.message_id) for each in left]
-            await self._store(prepared, in_doubt=in_doubt)
+            for each in prepared:
+                each.in_doubt = in_doubt
+            await self._store(prepared)
         return len(part)
 
     async def _store_all(self, chunks: Iterable[C], store_one: Callable[[C], Awaitable[int]]) -> int:
@@ -377,21 +372,11 @@ class Publisher:
         self._writers[event_type] = made
         return made
 
-    async def _store(
-        self, chunk: Sequence[_Prepared], *, together: bool = False, in_doubt: bool = False
-    ) -> list[PubAck]:
-        """Try until all are acknowledged, or too much time is over; `in_doubt` where they may be stored already."""
-        answers = await self._answers(chunk, together=together, in_doubt=in_doubt)
-        return [answer for answer in answers if isinstance(answer, PubAck)]  # a refusal was raised
+    async def _store(self, chunk: Sequence[_Prepared], *, together: bool = False, answered: bool = False) -> int:
+        """Try until each has its answer, or too much time is over, and return how many there are.
 
-    async def _answers(
-        self, chunk: Sequence[_Prepared], *, together: bool = False, answered: bool = False, in_doubt: bool = False
-    ) -> list[PubAck | ConflictError]:
-        """Store as `_store` does, and return each answer.
-
-        With `answered`, the refusal of a message that expects another state of the stream is returned; it is raised
-        otherwise. A message that an attempt may have stored is in doubt until it is acknowledged: neither a refusal nor
-        a missing connection at a later attempt says that it is not stored.
+        With `answered`, the refusal of a message that expects another state of the stream is an answer; it is raised
+        otherwise.
         """
         clock = self._backend.clock
         tries = Tries(
@@ -399,50 +384,46 @@ class Publisher:
             until=clock.monotonic() + self._settings.publish_deadline_seconds,
             least=self._settings.publish_retry_attempts,
         )
-        answers: dict[int, PubAck | ConflictError] = {}
-        left = list(enumerate(chunk))
-        doubts = set(range(len(chunk))) if in_doubt else set[int]()
+        left = list(chunk)
         while True:
             attempt = tries.failed + 1
             stored: Counter[tuple[str, PublishOutcome]] = Counter()
             tried, left = left, []
-            results = await self._attempt([each for _, each in tried], together=together, answered=answered)
-            for (place, prepared), result in zip(tried, results, strict=True):
+            results = await self._attempt(tried, together=together, answered=answered)
+            for prepared, result in zip(tried, results, strict=True):
                 if isinstance(result, PubAck):
-                    answers[place] = result
+                    prepared.answer = result
                     stored[prepared.event_type, _outcome(prepared, result)] += 1
                 elif answered and isinstance(result, ConflictError):
-                    answers[place] = result
+                    prepared.answer = result
                 elif isinstance(result, MAY_PASS):
-                    left.append((place, prepared))
+                    left.append(prepared)
                     error = result
-                    if isinstance(result, OutcomeUnknownError):
-                        doubts.add(place)
+                    prepared.in_doubt = prepared.in_doubt or isinstance(result, OutcomeUnknownError)
                 else:
-                    self._fail(prepared, result, attempt, in_doubt=place in doubts)
+                    self._fail(prepared, result, attempt)
             for (event_type, outcome), count in stored.items():
                 self._emit(event_type, outcome, attempt, count=count)
             if not left:
-                return [answers[place] for place in range(len(chunk))]
+                return len(chunk)
             delay = tries.next_wait(clock.monotonic())
             if delay is None:
-                in_doubt = any(place in doubts for place, _ in left)
-                raise self._given_up([each for _, each in left], error, attempt, in_doubt=in_doubt) from error
+                raise self._given_up(left, error, attempt) from error
             await clock.sleep(delay)
 
-    def _fail(self, prepared: _Prepared, error: BackendError, attempt: int, *, in_doubt: bool) -> NoReturn:
+    def _fail(self, prepared: _Prepared, error: BackendError, attempt: int) -> NoReturn:
         """State that a notification failed for good, and raise why."""
         self._emit(prepared.event_type, "failed", attempt)
-        if in_doubt:
+        if prepared.in_doubt:
             raise OutcomeUnknownError.after(error) from error
         raise error
 
-    def _given_up(self, left: list[_Prepared], error: BackendError, attempt: int, *, in_doubt: bool) -> BackendError:
+    def _given_up(self, left: list[_Prepared], error: BackendError, attempt: int) -> BackendError:
         """State that these failed, and return the error of what was tried as often as it may be."""
         for prepared in left:
             self._emit(prepared.event_type, "failed", attempt)
         failure = type(error)(f"{error}; tried {attempt} times", code=error.code)
-        if in_doubt and not isinstance(error, OutcomeUnknownError):
+        if any(prepared.in_doubt for prepared in left) and not isinstance(error, OutcomeUnknownError):
             return OutcomeUnknownError.after(failure)
         return failure
 
@@ -461,7 +442,11 @@ class Publisher:
             return [error] * len(chunk)
         outgoing = [prepared.schedule or prepared.outgoing for prepared in chunk]
         if together:
-            results = await self._publish_together(outgoing)
+            try:
+                ack = await self._backend.publish_together(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS)
+                results: Sequence[PubAck | BackendError] = [ack] * len(chunk)
+            except BackendError as error:
+                results = [error] * len(chunk)
         else:
             results = await self._backend.publish_many(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS, answered=answered)
         for prepared, result in zip(chunk, results, strict=True):
@@ -478,13 +463,6 @@ class Publisher:
         with suppress(NotFoundError):  # the stream was deleted since
             await key_orders.require_same(self._backend, spec.name, event_type, tuple(topic.key_order))
             self._orders.add(spec.name)
-
-    async def _publish_together(self, outgoing: Sequence[Outgoing]) -> list[PubAck | BackendError]:
-        try:
-            ack = await self._backend.publish_together(outgoing, timeout_seconds=ACK_TIMEOUT_SECONDS)
-        except BackendError as error:
-            return [error] * len(outgoing)
-        return [ack] * len(outgoing)
 
     def _emit(self, event_type: str, outcome: PublishOutcome, attempts: int, *, count: int = 1) -> None:
         self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=attempts, count=count))
@@ -510,8 +488,9 @@ def _whole(messages: Sequence[Message]) -> Message:
     return Message(subject=subject, data=b"\n".join(message.data for message in messages))
 
 
-def _receipt(prepared: _Prepared, ack: PubAck) -> Receipt:
-    message_id = prepared.outgoing.message_id
+def _receipt(prepared: _Prepared) -> Receipt:
+    ack, message_id = prepared.answer, prepared.outgoing.message_id
+    assert isinstance(ack, PubAck)  # a refusal was raised
     if prepared.due:
         return Receipt(stream=prepared.spec.name, sequence=0, message_id=message_id, due=prepared.due)
     return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate, message_id=message_id)

@@ -18,13 +18,15 @@ from __future__ import annotations
 from functools import partial
 
 import anyio
+from msgspec import Struct, field
 
 from aviso_workers.aviso.codec import lacks_body
 from aviso_workers.backends import Backend, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.retry import RetryPolicy
-from aviso_workers.declare.verdicts import Failure, PriorRecord
+from aviso_workers.declare.verdicts import Failure, Nak, PriorRecord
+from aviso_workers.engine import acknowledging
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.decisions import Decisions
@@ -46,90 +48,74 @@ SAME_TIME_NS = 1000
 """A message that is read again has its time in microseconds."""
 
 
-class Redeliveries:
+class Redeliveries(Struct, eq=False, kw_only=True):
     """Lets the redelivered notifications of one agent run, alone where they may end their process."""
 
-    def __init__(
-        self,
-        *,
-        backend: Backend,
-        agent: str,
-        stream: str,
-        flow: Flow,
-        failures: Failures,
-        decisions: Decisions,
-        settler: Settler,
-        isolation: Isolation,
-        shield: Shield,
-        retry: RetryPolicy,
-        clock: Clock,
-        events: Events,
-    ) -> None:
-        self._backend = backend
-        self._agent = agent
-        self._stream = stream
-        self._reads = anyio.CapacityLimiter(READS_AT_ONCE)
-        self._flow = flow
-        self._failures = failures
-        self._decisions = decisions
-        self._settler = settler
-        self._isolation = isolation
-        self._shield = shield
-        self._retry = retry
-        self._clock = clock
-        self._events = events
-        self._reported = False
-        """Whether it was stated that a message cannot be read."""
-        self._failed_at = 0.0
-        """When a message could not be read the last time."""
+    backend: Backend
+    agent: str
+    stream: str
+    flow: Flow
+    failures: Failures
+    decisions: Decisions
+    settler: Settler
+    isolation: Isolation
+    shield: Shield
+    retry: RetryPolicy
+    clock: Clock
+    events: Events
+    reads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))
+    reported: bool = False
+    """Whether it was stated that a message cannot be read."""
+    failed_at: float = 0.0
+    """When a message could not be read the last time."""
 
     async def work(self) -> None:
         """Take from the flow what was delivered again or has no body, until the flow is closed."""
         async with anyio.create_task_group() as tasks:
-            while (delivery := await self._flow.take_redelivered()) is not None:
+            while (delivery := await self.flow.take_redelivered()) is not None:
                 if not self._admit_known(delivery):
                     tasks.start_soon(self._decide, delivery)
 
     async def end(self) -> None:
         """Remove the records of handlers that began and were cancelled, now that none runs any more."""
-        self._settler.call_back()
-        await self._failures.clear_all()
+        self.settler.call_back()
+        await self.failures.clear_all()
 
     def _admit_known(self, delivery: Delivery) -> bool:
         """Let it run where that can be said at once, as of most that have failed: a task for each would cost more."""
-        record = delivery.record or self._failures.recall(delivery)
+        record = delivery.record or self.failures.recall(delivery)
         if record is None or lacks_body(delivery.message):
             return False
         delivery.record = record
-        known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self._retry)
-        if known != "run" or self._decisions.pending(delivery) is not None:
+        known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self.retry)
+        if known != "run" or self.decisions.pending(delivery) is not None:
             return False
         self._run(delivery, record)
         return True
 
     def _run(self, delivery: Delivery, record: PriorRecord | None, *, at_once: bool = False) -> None:
-        if at_once or record is None or not self._settler.postpone(delivery, record):
-            self._flow.admit(delivery, tried=record is not None and record.tried, at_once=at_once)
+        if at_once or record is None or not self.settler.postpone(delivery, record):
+            self.flow.admit(delivery, tried=record is not None and record.tried, at_once=at_once)
 
     async def _decide(self, delivery: Delivery) -> None:
         if lacks_body(delivery.message) and not await self._read(delivery):
             return
         record = delivery.record
         if record is None and delivery.num_delivered > 1:
-            record = await self._failures.read(delivery)
-            await self._decisions.read(delivery)
+            record = await self.failures.read(delivery)
+            await self.decisions.read(delivery)
         if delivery.place != ASKED:
             return  # an earlier one of its key came meanwhile, or it was given back
         delivery.record = record
         if record is None:
             self._run(delivery, record)
             return
-        decision = self._decisions.pending(delivery)
+        decision = self.decisions.pending(delivery)
         if decision is not None and decision.decides == "skip":
             skipped = SkippedError(record.failures, decision.last_error)
             await self._fail(delivery, Failure(skipped, final="skipped"))
             return
-        known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self._retry)
+        known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self.retry)
         known = "run" if delivery.num_delivered == 1 else known
         await self._carry_out(known, delivery, record, at_once=decision is not None)
 
@@ -142,7 +128,7 @@ class Redeliveries:
                 self._run(delivery, record, at_once=at_once)
             case "run_recorded":
                 delivery.begin = partial(self._begin, delivery, alone=False)
-                self._flow.admit(delivery, tried=record.tried, at_once=at_once)
+                self.flow.admit(delivery, tried=record.tried, at_once=at_once)
             case "run_alone":
                 await self._run_alone(delivery)
             case "worker_died":
@@ -154,63 +140,64 @@ class Redeliveries:
     async def _read(self, delivery: Delivery) -> bool:
         """Read the message of a delivery again, and return whether it could be read."""
         try:
-            async with self._reads:
-                message = await self._backend.message(self._stream, delivery.message.sequence)
+            async with self.reads:
+                message = await self.backend.message(self.stream, delivery.message.sequence)
         except NotFoundError:
             message = None
         except BackendError as error:
             self._note_unread(delivery, error)
-            if self._flow.dispatch.start(delivery):
-                self._flow.retry_later(delivery, after_seconds=READ_AGAIN_SECONDS)
+            if self.flow.dispatch.start(delivery):
+                self.flow.retry_later(delivery, after_seconds=READ_AGAIN_SECONDS)
             return False
         self._note_readable()
         if message is None or abs(message.timestamp_ns - delivery.message.timestamp_ns) > SAME_TIME_NS:
-            self._settler.nak_removed(delivery)
+            acknowledging.settle(delivery, Nak())  # it has left the stream: a server delivers no such message again
+            self.flow.finish(delivery)
             return False
-        if self._flow.holds(delivery):
-            self._flow.replace(delivery, message)
+        if self.flow.holds(delivery):
+            self.flow.replace(delivery, message)
         return True
 
     def _note_unread(self, delivery: Delivery, error: BackendError) -> None:
         """State, once, why what waits does not begin."""
-        self._failed_at = self._clock.monotonic()
-        self._clock.call_at(self._failed_at + QUIET_SECONDS, self._end_if_quiet)
-        if self._reported:
+        self.failed_at = self.clock.monotonic()
+        self.clock.call_at(self.failed_at + QUIET_SECONDS, self._end_if_quiet)
+        if self.reported:
             return
-        self._reported = True
+        self.reported = True
         sequence = delivery.message.sequence
-        self._events.emit(NotReadAgain(agent=self._agent, stream=self._stream, sequence=sequence, error=error))
+        self.events.emit(NotReadAgain(agent=self.agent, stream=self.stream, sequence=sequence, error=error))
 
     def _end_if_quiet(self) -> None:
         """Report that messages can be read again, once none failed for a while: it may have left with its stream."""
-        if self._clock.monotonic() >= self._failed_at + QUIET_SECONDS:
+        if self.clock.monotonic() >= self.failed_at + QUIET_SECONDS:
             self._note_readable()
 
     def _note_readable(self) -> None:
-        if self._reported:
-            self._reported = False
-            self._events.emit(ReadAgain(agent=self._agent, stream=self._stream))
+        if self.reported:
+            self.reported = False
+            self.events.emit(ReadAgain(agent=self.agent, stream=self.stream))
 
     async def _run_alone(self, delivery: Delivery) -> None:
-        if self._flow.put_off(delivery):
+        if self.flow.put_off(delivery):
             return
-        async with self._isolation.of(delivery):
-            if self._flow.closed or delivery.place != ASKED or self._flow.put_off(delivery):
+        async with self.isolation.of(delivery):
+            if self.flow.closed or delivery.place != ASKED or self.flow.put_off(delivery):
                 return
             delivery.begin = partial(self._begin, delivery, alone=True)
-            self._flow.admit(delivery, tried=True, alone=True)
+            self.flow.admit(delivery, tried=True, alone=True)
             try:
-                await self._isolation.ended()
+                await self.isolation.ended()
             finally:
                 if delivery.place not in (BEHIND, GATE):
-                    async with self._shield.hold():  # before it is given back, or it would count as a failure
-                        await self._failures.clear(delivery)
+                    async with self.shield.hold():  # before it is given back, or it would count as a failure
+                        await self.failures.clear(delivery)
 
     async def _begin(self, delivery: Delivery, *, alone: bool) -> None:
-        async with self._shield.hold():  # a worker that is cancelled here would lose the delivery that it takes
-            await self._failures.begin(delivery, alone=alone)
+        async with self.shield.hold():  # a worker that is cancelled here would lose the delivery that it takes
+            await self.failures.begin(delivery, alone=alone)
 
     async def _fail(self, delivery: Delivery, failure: Failure) -> None:
-        if not self._flow.dispatch.start(delivery):
+        if not self.flow.dispatch.start(delivery):
             return
-        await self._settler.settle(delivery, failure, started=self._clock.monotonic())
+        await self.settler.settle(delivery, failure, started=self.clock.monotonic())

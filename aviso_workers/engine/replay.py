@@ -124,7 +124,8 @@ class Replayer:
             except NotFoundError:
                 info = await self._stream_again()
                 if not reading.is_of(info):
-                    self._report_made_again(info, reading.next_sequence)
+                    sequence, last = reading.next_sequence, info.last_sequence
+                    self._events.emit(StreamMadeAgain(stream=self._stream, next_sequence=sequence, last_sequence=last))
                     reading = _Reading(Position(time=start.time), created=info.created)
 
     async def _messages(self, reading: _Reading, last: int | None) -> AsyncGenerator[Message, None]:
@@ -223,11 +224,6 @@ class Replayer:
         """Wait before the next attempt. Raises `BackendError` when the connection is lost for good."""
         with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
             await self._backend.connection.failed()
-
-    def _report_made_again(self, info: StreamInfo, next_sequence: int) -> None:
-        self._events.emit(
-            StreamMadeAgain(stream=self._stream, next_sequence=next_sequence, last_sequence=info.last_sequence)
-        )
 
     def _matching(self, message: Message) -> Notification[Any] | None:
         try:

@@ -32,11 +32,11 @@ acks whatever other versions want: see `acknowledging.Settler.ack_unmatched`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import anyio
-from msgspec import Struct, structs
+from msgspec import structs
 
 from aviso_workers import clocks
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
@@ -49,6 +49,7 @@ from aviso_workers.events import (
     AgentMoved,
     ConsumerEdited,
     ConsumerNotRecorded,
+    Event,
     Events,
     FilterHides,
     FiltersDiffer,
@@ -80,13 +81,6 @@ messages."""
 
 Filters = tuple[str, ...]
 """Filter subjects; none means everything."""
-
-
-class _VersionSeen(Struct, frozen=True):
-    """The number of a version, and since when it is that one."""
-
-    number: int
-    since: float
 
 
 class SharedFilter:
@@ -135,7 +129,8 @@ class SharedFilter:
         """The other filters, and what of a subject they want."""
         self._other_functions: tuple[str, ...] = ()
         """The functions of the other versions."""
-        self._seen: dict[Version, _VersionSeen] = {}
+        self._heard: dict[tuple[Version, int], float] = {}
+        """Since when each version has said that it lives, and how often by then."""
         self._narrowings: dict[int, float] = {}
         """Since when each `narrowing` is known."""
         self._checked_at = 0.0
@@ -163,7 +158,11 @@ class SharedFilter:
         known = await self._register(found)
         if known is not None and len(known[1]) > 1:
             found = await self._recorder.found()  # another version may have narrowed it before this one was registered
-        info, registered = await (self._ensure_alone(found) if known is None else self._ensure_beside(found, *known))
+        if known is None:
+            registered = versions.including((), self._own)
+            info = await self._recorder.ensure(self._shared(registered), found)
+        else:
+            info, registered = await self._ensure_beside(found, *known)
         await self._record(info, registered)
         if self._known_agents:
             for stream in await self._known_agents.note(self._agent, self._stream, self._own.filter_subjects):
@@ -216,22 +215,16 @@ class SharedFilter:
             await self._record(found, await self._registry.read())
             await self._retries.refresh()
 
-    async def _record(self, found: ConsumerInfo, registered: Iterable[Registered]) -> None:
+    async def _record(self, found: ConsumerInfo, registered: Sequence[Registered]) -> None:
         """Record how far the consumer has come, unless it may have hidden something since it was recorded before."""
-        registered = tuple(registered)
         if not self._hides(found, registered) and not any(each.narrowing for each in registered):
             await self._recorder.record(found)
-
-    async def _ensure_alone(self, found: ConsumerInfo | None) -> tuple[ConsumerInfo, tuple[Registered, ...]]:
-        """Create the consumer, or bring it in line, where no version can be registered."""
-        own = versions.including((), self._own)
-        return await self._recorder.ensure(self._shared(own), found), own
 
     async def _ensure_beside(
         self, found: ConsumerInfo | None, before: tuple[Registered, ...], registered: tuple[Registered, ...]
     ) -> tuple[ConsumerInfo, tuple[Registered, ...]]:
         """Create the consumer, or bring it in line, so that it lets through what each registered version wants."""
-        removed = found is not None and await self._removed(found, (each for each in before if each.reads))
+        removed = found is not None and await self._removed(found, [each for each in before if each.reads])
         while True:
             found = None if removed else found
             wanted, announced = await self._announced(self._shared(registered), found)
@@ -279,15 +272,7 @@ class SharedFilter:
         """State what the agent has left in another stream that it has read before."""
         with suppress(BackendError):  # the consumer there was removed
             left = await self._backend.consumer_info(before, self.consumer.durable_name)
-            self._events.emit(
-                AgentMoved(
-                    agent=self._agent,
-                    stream=self._stream,
-                    before=before,
-                    consumer=self.consumer.durable_name,
-                    left=left.num_pending + left.num_ack_pending,
-                )
-            )
+            self._emit(AgentMoved, before=before, left=left.num_pending + left.num_ack_pending)
 
     async def _register(
         self, found: ConsumerInfo | None
@@ -316,7 +301,7 @@ class SharedFilter:
             self._events.emit(ConsumerNotRecorded(agent=self._agent, bucket=BUCKET, error=error))
             return None
 
-    async def _note_reading(self, registered: Iterable[Registered]) -> None:
+    async def _note_reading(self, registered: Sequence[Registered]) -> None:
         """Register that the consumer lets through from now on what this version wants."""
         if any(each.version == self._own and each.reads for each in registered):
             return
@@ -333,7 +318,7 @@ class SharedFilter:
     def _shared(self, registered: Iterable[Registered]) -> ConsumerSpec:
         return metadata.shared(self.consumer, (each.version for each in registered), everything=self._everything)
 
-    def _hides(self, consumer: ConsumerInfo, registered: Iterable[Registered]) -> bool:
+    def _hides(self, consumer: ConsumerInfo, registered: Sequence[Registered]) -> bool:
         """Return whether the consumer's filter hides something that one of these versions wants.
 
         A consumer that lets through everything of the event type hides nothing, whatever its versions have noted.
@@ -344,34 +329,29 @@ class SharedFilter:
         return not all(subjects.within(each.version.filter_subjects, filters) for each in registered)
 
     async def _removed(
-        self, found: ConsumerInfo, registered: Iterable[Registered], *, own_update: bool = False
+        self, found: ConsumerInfo, registered: Sequence[Registered], *, own_update: bool = False
     ) -> bool:
         """Remove the consumer where its filter hides something that one of these versions wants, and return whether it
-        does: all workers open it again, and it begins after what is recorded.
+        does.
 
         What an `own_update` has hidden stays hidden where somebody has widened the filter since. What was found before
         the versions were read may have been widened by the newest of them, before it read.
         """
-        registered = tuple(registered)
         if not self._hides(found, registered):
             return False
         now = found if own_update else await self._recorder.found()
         if now is None or not self._hides(now, registered):
             return False
-        self._emit_hides(now, registered)
-        await self._recorder.remove()
+        await self._remove(now, registered)
         return True
 
-    def _emit_hides(self, found: ConsumerInfo, registered: Iterable[Registered]) -> None:
-        self._events.emit(
-            FilterHides(
-                agent=self._agent,
-                stream=self._stream,
-                consumer=self.consumer.durable_name,
-                found=tuple(found.config.filters),
-                wanted=self._shared(registered).filter_subjects,
-            )
-        )
+    async def _remove(self, found: ConsumerInfo, registered: Sequence[Registered]) -> None:
+        """Remove the consumer, whose filter may hide something: all workers open it again, and it begins after what is
+        recorded.
+        """
+        wanted = self._shared(registered).filter_subjects
+        self._emit(FilterHides, found=tuple(found.config.filters), wanted=wanted)
+        await self._recorder.remove()
 
     async def _removed_limited(self, found: ConsumerInfo) -> bool:
         """Remove the consumer where somebody has given it a `max_deliver`, and return whether it has one: a paused one
@@ -399,7 +379,7 @@ class SharedFilter:
         found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
         self._follow(found)
         before, registered = await self._registry.change(self._still_there)
-        if await self._removed_limited(found) or await self._removed(found, (each for each in before if each.reads)):
+        if await self._removed_limited(found) or await self._removed(found, [each for each in before if each.reads]):
             return
         if await self._end_abandoned(registered, found):
             return
@@ -409,14 +389,7 @@ class SharedFilter:
             found = await self._backend.ensure_consumer(self._stream, wanted)
             self._follow(found)
             if edited:
-                self._events.emit(
-                    ConsumerEdited(
-                        agent=self._agent,
-                        stream=self._stream,
-                        consumer=self.consumer.durable_name,
-                        differences=edited,
-                    )
-                )
+                self._emit(ConsumerEdited, differences=edited)
             removed, registered = await self._updated(found, announced=announced)
             if removed:
                 return
@@ -425,7 +398,7 @@ class SharedFilter:
         await self._record(found, registered)
         self._note(registered)
 
-    async def _end_abandoned(self, registered: Iterable[Registered], found: ConsumerInfo) -> bool:
+    async def _end_abandoned(self, registered: Sequence[Registered], found: ConsumerInfo) -> bool:
         """End what a worker has announced that said nothing more for `GONE_SECONDS`, and return whether there was any:
         where there are other versions, its update may have hidden something from them, so the consumer is removed.
         """
@@ -433,9 +406,8 @@ class SharedFilter:
         abandoned = {number for number, since in self._narrowings.items() if now - since >= GONE_SECONDS}
         if not abandoned:
             return False
-        if len(tuple(registered)) > 1:
-            self._emit_hides(found, registered)
-            await self._recorder.remove()
+        if len(registered) > 1:
+            await self._remove(found, registered)
         await self._registry.change(lambda known: versions.without_narrowing(known, abandoned))
         return True
 
@@ -443,25 +415,22 @@ class SharedFilter:
         """Return the versions that live, this one among them, and count up its number where there are several."""
         now = self._backend.clock.monotonic()
         if now - self._checked_at > 2 * CHECK_SECONDS + CHECK_AGAIN_SECONDS:
-            self._seen.clear()  # without an answer for so long, the others may have been cut off as well
+            self._heard.clear()  # without an answer for so long, the others may have been cut off as well
             self._narrowings.clear()
         self._checked_at = now
-        self._seen = {each.version: self._last_seen(each, now) for each in known}
+        heard = {(each.version, each.heard) for each in known}
+        self._heard = {each: self._heard.get(each, now) for each in heard}
         narrowings = {each.narrowing for each in known} - {0}
         self._narrowings = {number: self._narrowings.get(number, now) for number in narrowings}
         living = tuple(
             each
             for each in versions.including(known, self._own)
-            if each.version == self._own or each.narrowing or now - self._seen[each.version].since < GONE_SECONDS
+            if each.version == self._own or each.narrowing or now - self._heard[each.version, each.heard] < GONE_SECONDS
         )
-        own = self._seen.get(self._own)
-        if own is not None and (len(living) == 1 or now - own.since < CHECK_SECONDS):
+        own = [since for (version, _), since in self._heard.items() if version == self._own]
+        if own and (len(living) == 1 or now - own[0] < CHECK_SECONDS):
             return living
         return versions.with_heartbeat(living, self._own)
-
-    def _last_seen(self, known: Registered, now: float) -> _VersionSeen:
-        before = self._seen.get(known.version)
-        return before if before is not None and before.number == known.heard else _VersionSeen(known.heard, now)
 
     async def _keep_deciding(self) -> None:
         while True:
@@ -484,35 +453,18 @@ class SharedFilter:
             else:
                 acknowledging.settle(delivery, Ack())
 
-    def _note(self, registered: Iterable[Registered]) -> None:
-        registered = tuple(registered)
+    def _note(self, registered: Sequence[Registered]) -> None:
         functions = tuple(sorted({each.version.function for each in registered} - {self._own.function, ""}))
         if self._own.function and functions != self._other_functions:
             self._other_functions = functions
-            self._events.emit(
-                FunctionsDiffer(
-                    agent=self._agent,
-                    stream=self._stream,
-                    consumer=self.consumer.durable_name,
-                    own=self._own.function,
-                    others=functions,
-                )
-            )
+            self._emit(FunctionsDiffer, own=self._own.function, others=functions)
         before = self._others.keys()
         others = {each.version.filter_subjects for each in registered} - {self._own.filter_subjects}
         if others == before:
             return
         self._others = {filters: subjects.matcher(filters) for filters in sorted(others)}
-        self._events.emit(
-            FiltersDiffer(
-                agent=self._agent,
-                stream=self._stream,
-                consumer=self.consumer.durable_name,
-                own=self._own.filter_subjects,
-                others=tuple(self._others),
-                gone=tuple(before - others),
-            )
-        )
+        own, gone = self._own.filter_subjects, tuple(before - others)
+        self._emit(FiltersDiffer, own=own, others=tuple(self._others), gone=gone)
 
     def _follow(self, consumer: ConsumerInfo) -> None:
         """Let the worker report what it holds often enough for the `ack_wait` that the server has now."""
@@ -522,15 +474,12 @@ class SharedFilter:
         self._in_effect = ack_wait
         own_seconds, in_effect_seconds = self._own.ack_wait / SECOND, ack_wait / SECOND
         self._on_ack_wait(min(own_seconds, in_effect_seconds))
-        self._events.emit(
-            AckWaitDiffers(
-                agent=self._agent,
-                stream=self._stream,
-                consumer=self.consumer.durable_name,
-                own_seconds=own_seconds,
-                in_effect_seconds=in_effect_seconds,
-            )
-        )
+        self._emit(AckWaitDiffers, own_seconds=own_seconds, in_effect_seconds=in_effect_seconds)
+
+    def _emit(self, kind: Callable[..., Event], **fields: object) -> None:
+        """State a fact about the agent's consumer."""
+        of = {"agent": self._agent, "stream": self._stream, "consumer": self.consumer.durable_name}
+        self._events.emit(kind(**of, **fields))
 
 
 def _edited(wanted: ConsumerSpec, found: ConsumerInfo) -> tuple[str, ...]:

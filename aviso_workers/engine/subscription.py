@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, field
 
 from aviso_workers import clocks
 from aviso_workers.backends import Backend, Consumer, ConsumerInfo, Delivery
@@ -66,84 +66,61 @@ class Handler(Protocol):
         """Take from the flow and settle, until the flow is closed."""
 
 
-class SubscriptionRun:
+class SubscriptionRun(Struct, eq=False, kw_only=True):
     """A subscription's workers, which outlive a lost consumer: what runs goes on while the consumer is opened again."""
 
-    def __init__(
-        self,
-        handler: Handler,
-        *,
-        flow: Flow,
-        clock: Clock,
-        ack_wait_seconds: float,
-        redeliveries: Redeliveries | None = None,
-        timeouts: Timeouts | None = None,
-        keeps_reading: bool = False,
-        shield: Shield | None = None,
-    ) -> None:
-        """One that `keeps_reading` does so while all of its calls hang, because nobody else could take anything."""
-        self.flow = flow
-        self.returned = 0
-        """Deliveries that were given back because the worker stops."""
-        self.abandoned: list[Delivery] = []
-        """Deliveries that were given back although their calls still run, because these cannot be cancelled."""
-        self._handler = handler
-        self._redeliveries = redeliveries
-        self._timeouts = timeouts
-        self._keeps_reading = keeps_reading
-        self._shield = shield or Shield(clock)
-        self._clock = clock
-        self._ack_wait_seconds = ack_wait_seconds
-        self._beat_again = anyio.Event()
-        self._stopping = False
+    handler: Handler
+    flow: Flow
+    clock: Clock
+    ack_wait_seconds: float
+    """No such time passes without a report that what is held here is in progress."""
+    shield: Shield
+    redeliveries: Redeliveries | None = None
+    timeouts: Timeouts | None = None
+    keeps_reading: bool = False
+    """Whether it reads on while all of its calls hang, because nobody else could take anything."""
+    returned: int = 0
+    """Deliveries that were given back because the worker stops."""
+    abandoned: list[Delivery] = []
+    """Deliveries that were given back although their calls still run, because these cannot be cancelled."""
+    beat_again: anyio.Event = field(default_factory=anyio.Event)
+    stopping: bool = False
 
     def capacity(self) -> int:
         """Return how many deliveries could be taken now."""
-        if self._stopping or self._is_stuck:
+        if self.stopping or self._is_stuck:
             return 0
         return self.flow.capacity()
 
-    def pinned(self, stream: str) -> bool:
-        """Return whether this worker is the one that is given everything of the stream; see `Consumer.pinned`."""
-        return self.flow.pinned(stream)
-
     def report_within(self, ack_wait_seconds: float) -> None:
         """Let no such time pass from now on without a report that what is held here is in progress."""
-        self._ack_wait_seconds = ack_wait_seconds
-        self._beat_again.set()
+        self.ack_wait_seconds = ack_wait_seconds
+        self.beat_again.set()
 
     def begin_reading(self) -> int:
         """Trust what a consumer delivers that is opened now, and return how often what was held was left to others: its
         deliveries count only as long as that is so.
         """
-        if not self.flow.consumers and not self._keeps_reading:
-            self.flow.trust_until(self._clock.monotonic() + self._ack_wait_seconds)
+        if not self.flow.consumers and not self.keeps_reading:
+            self.flow.trust_until(self.clock.monotonic() + self.ack_wait_seconds)
         return self.flow.lapses
-
-    def attach(self, stream: str, consumer: Consumer) -> None:
-        """Add a consumer that is read from now on; it is called when there is capacity."""
-        self.flow.attach(stream, consumer)
 
     def detach(self, stream: str) -> None:
         """Remove a consumer that is not read any more. A stuck agent gives back what waits with its last one."""
         self.flow.detach(stream)
-        if self._is_stuck and not self.flow.consumers and not self._stopping:
+        if self._is_stuck and not self.flow.consumers and not self.stopping:
             acknowledging.give_back(self.flow.withdraw())
 
     async def until_stuck(self) -> None:
         """Wait until nothing can be handled, however long."""
-        if self._timeouts is None or self._keeps_reading:
+        if self.timeouts is None or self.keeps_reading:
             await anyio.sleep_forever()
         else:
-            await self._timeouts.until_stuck()
-
-    async def until_lapsed(self) -> None:
-        """Wait until what is held here may have been given to others."""
-        await self.flow.lapsed.wait()
+            await self.timeouts.until_stuck()
 
     async def until_not_stuck(self) -> None:
-        if self._timeouts is not None and not self._keeps_reading:
-            await self._timeouts.until_not_stuck()
+        if self.timeouts is not None and not self.keeps_reading:
+            await self.timeouts.until_not_stuck()
 
     async def work(self, *, stop: anyio.Event, drain_timeout_seconds: float) -> None:
         """Handle what arrives until `stop`; then give back what has not begun, and finish what has.
@@ -154,87 +131,80 @@ class SubscriptionRun:
         abandoning = anyio.CancelScope(shield=True)
         async with anyio.create_task_group() as beating:
             beating.start_soon(self._heartbeat)
-            beating.start_soon(self._shield.watch)
+            beating.start_soon(self.shield.watch)
             beating.start_soon(self._abandon, abandoning)
             try:
                 with anyio.CancelScope() as draining:
                     async with anyio.create_task_group() as workers:
-                        if self._redeliveries is not None:
-                            workers.start_soon(self._redeliveries.work)
+                        if self.redeliveries is not None:
+                            workers.start_soon(self.redeliveries.work)
                         for _ in range(self.flow.workers):
-                            workers.start_soon(self._handler.work)
+                            workers.start_soon(self.handler.work)
                         await stop.wait()
-                        drained_by = self._clock.monotonic() + drain_timeout_seconds
-                        timer = self._clock.call_at(drained_by, partial(self._end_draining, draining))
-                        self._stopping = True
+                        drained_by = self.clock.monotonic() + drain_timeout_seconds
+                        timer = self.clock.call_at(drained_by, partial(self._end_draining, draining))
+                        self.stopping = True
                         self.flow.close()
-                        await self._stop_reading()
+                        for consumer in self.flow.consumers:
+                            await consumer.stop()  # before anything is given back: it would come here again
                         if not self.flow.ordered:  # else all of it at the end, or a key would overtake its head
                             self.returned += acknowledging.give_back(self.flow.withdraw())
                     timer.cancel()
             finally:  # also where all of this is cancelled
                 abandoning.cancel()
                 try:
-                    await self._end_redeliveries()
+                    if self.redeliveries is not None:
+                        async with self.shield.hold():
+                            # Before what was cancelled is given back, or it would look like what ended its worker.
+                            await self.redeliveries.end()
                 finally:
-                    self.returned += acknowledging.give_back(self.flow.withdraw_all())
+                    self.returned += acknowledging.give_back(self.flow.withdraw(running=True))
             beating.cancel_scope.cancel()
 
     async def _abandon(self, scope: anyio.CancelScope) -> None:
         """Give back what cannot be cancelled, when settlements that have begun have had their time."""
         with scope:
-            await self._shield.ended.wait()
-            if self._redeliveries is not None:
-                with clocks.move_on_after(self._clock, RECORDS_SECONDS):
-                    await self._redeliveries.end()
-            self.abandoned = self.flow.withdraw_all()
+            await self.shield.ended.wait()
+            if self.redeliveries is not None:
+                with clocks.move_on_after(self.clock, RECORDS_SECONDS):
+                    await self.redeliveries.end()
+            self.abandoned = self.flow.withdraw(running=True)
             self.returned += acknowledging.give_back(self.abandoned)
-            if self.abandoned and self._timeouts is not None:
-                self._timeouts.tell_abandoned([delivery.message.sequence for delivery in self.abandoned])
+            if self.abandoned and self.timeouts is not None:
+                self.timeouts.tell_abandoned([delivery.message.sequence for delivery in self.abandoned])
 
     def _end_draining(self, draining: anyio.CancelScope) -> None:
         draining.cancel()
-        self._shield.limit()
+        self.shield.limit()
 
     @property
     def overdue(self) -> int:
         """How many calls run on after their timeout."""
-        return 0 if self._timeouts is None else self._timeouts.overdue
+        return 0 if self.timeouts is None else self.timeouts.overdue
 
     @property
     def _is_stuck(self) -> bool:
-        return self._timeouts is not None and self._timeouts.stuck and not self._keeps_reading
-
-    async def _end_redeliveries(self) -> None:
-        """Before what was cancelled is given back, or it would look like what ended its worker."""
-        if self._redeliveries is not None:
-            async with self._shield.hold():
-                await self._redeliveries.end()
+        return self.timeouts is not None and self.timeouts.stuck and not self.keeps_reading
 
     async def _heartbeat(self) -> None:
         while True:
-            with clocks.move_on_after(self._clock, self._ack_wait_seconds / HEARTBEATS):
-                await self._beat_again.wait()
-            self._beat_again = anyio.Event()
+            with clocks.move_on_after(self.clock, self.ack_wait_seconds / HEARTBEATS):
+                await self.beat_again.wait()
+            self.beat_again = anyio.Event()
             if not self.flow.trusted:
                 self.flow.lapse()
-            sent_at = self._clock.monotonic()
+            sent_at = self.clock.monotonic()
             await self.flow.heartbeat()
-            if not self._keeps_reading and await self._reached() and self.flow.trusted:
-                self.flow.trust_until(sent_at + self._ack_wait_seconds)
+            if not self.keeps_reading and await self._reached() and self.flow.trusted:
+                self.flow.trust_until(sent_at + self.ack_wait_seconds)
 
     async def _reached(self) -> bool:
         """Return whether the server has the reports that were sent, where there was something to report."""
-        with clocks.move_on_after(self._clock, self._ack_wait_seconds), suppress(BackendError):
+        with clocks.move_on_after(self.clock, self.ack_wait_seconds), suppress(BackendError):
             for consumer in self.flow.consumers[:1] if len(self.flow) else ():
                 await consumer.reached()
             return bool(self.flow.consumers)
         return False
-
-    async def _stop_reading(self) -> None:
-        """Before anything is given back: it would come here again."""
-        for consumer in self.flow.consumers:
-            await consumer.stop()
 
 
 class Subscription(Struct, frozen=True, kw_only=True):
@@ -286,7 +256,15 @@ async def keep_running(
                 tasks.start_soon(subscription.also, stop)
             async with anyio.create_task_group() as reading:
                 for feed in subscription.feeds:
-                    reader = _FeedReader(subscription, feed, backend=backend, events=events, stop=stop, drained=drained)
+                    reader = _FeedReader(
+                        name=subscription.name,
+                        run=run,
+                        feed=feed,
+                        backend=backend,
+                        events=events,
+                        stop=stop,
+                        drained=drained,
+                    )
                     reading.start_soon(reader.keep_reading)
                 await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
                 drained.set()
@@ -296,119 +274,110 @@ async def keep_running(
         await subscription.at_end()
 
 
-class _FeedReader:
-    """Keeps one feed of a subscription open."""
+class _FeedReader(Struct, eq=False, kw_only=True):
+    """Keeps one feed of a subscription open. It ends after `stop`, when all that was delivered is settled, which
+    `drained` says."""
 
-    def __init__(
-        self,
-        subscription: Subscription,
-        feed: Feed,
-        *,
-        backend: Backend,
-        events: Events,
-        stop: anyio.Event,
-        drained: anyio.Event,
-    ) -> None:
-        """It ends after `stop`, when all that was delivered is settled, which `drained` says."""
-        self._name = subscription.name
-        self._run = subscription.run
-        self._feed = feed
-        self._stream = feed.stream.name
-        self._backend = backend
-        self._clock = backend.clock
-        self._events = events
-        self._stop = stop
-        self._drained = drained
-        self._restarts = Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS)
-        self._gave_back = False
-        """Whether what waited was given back, because the agent was stuck."""
-        self._lapses = 0
-        """How often what was held had been left to others when this began to read."""
+    name: str
+    """That of the subscription."""
+    run: SubscriptionRun
+    feed: Feed
+    backend: Backend
+    events: Events
+    stop: anyio.Event
+    drained: anyio.Event
+    restarts: Restarts = field(default_factory=lambda: Restarts(REOPENED, healthy_seconds=HEALTHY_SECONDS))
+    gave_back: bool = False
+    """Whether what waited was given back, because the agent was stuck."""
+    lapses: int = 0
+    """How often what was held had been left to others when this began to read."""
+
+    @property
+    def stream(self) -> str:
+        return self.feed.stream.name
 
     async def keep_reading(self) -> None:
         """Read until it is to stop; what is lost is opened again after a wait."""
         async with anyio.create_task_group() as joining:
-            while not self._stop.is_set():
+            while not self.stop.is_set():
                 try:
                     await self._read(joining)
-                    self._gave_back = True
-                    await _run_until(self._stop, self._run.until_not_stuck)
+                    self.gave_back = True
+                    await _run_until(self.stop, self.run.until_not_stuck)
                 except BackendError as error:
-                    await self._wait_after(error)
+                    if isinstance(error, NotFoundError):
+                        self.feed.provisioner.forget(self.stream)
+                    delay = self.restarts.next_wait(self.backend.clock.monotonic())
+                    self.events.emit(
+                        AgentDisturbed(agent=self.name, stream=self.stream, error=error, again_in_seconds=delay)
+                    )
+                    await clocks.sleep_until(self.backend.clock, delay, self.stop)
             joining.cancel_scope.cancel()
-
-    async def _wait_after(self, error: BackendError) -> None:
-        if isinstance(error, NotFoundError):
-            self._feed.provisioner.forget(self._stream)
-        delay = self._restarts.next_wait(self._clock.monotonic())
-        self._events.emit(AgentDisturbed(agent=self._name, stream=self._stream, error=error, again_in_seconds=delay))
-        await clocks.sleep_until(self._clock, delay, self._stop)
 
     async def _read(self, joining: TaskGroup) -> None:
         """Open the consumer and read it until it is lost, the agent is stuck, or it is to stop."""
-        feed, run, consumer = self._feed, self._run, self._feed.consumer.durable_name
+        feed, run, consumer = self.feed, self.run, self.feed.consumer.durable_name
         if (made := await self._ensured()) is None:
             return
         info, passed = made
-        left = self._gave_back or run.flow.lapses != self._lapses or not len(run.flow)
+        left = self.gave_back or run.flow.lapses != self.lapses or not len(run.flow)
         gathers = feed.in_order and info.num_ack_pending > 0 and left
-        self._gave_back = False
+        self.gave_back = False
         if gathers:
-            await clocks.sleep_until(self._clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, self._stop)
-            run.flow.gather(info.num_ack_pending)
+            await clocks.sleep_until(self.backend.clock, info.config.ack_wait / SECOND + EXPIRY_SECONDS, self.stop)
+            run.flow.dispatch.gather(info.num_ack_pending)
 
         if feed.repeats is not None:
             feed.repeats.opened(info)
-        lapses = self._lapses = run.begin_reading()
-        put = feeds.delivering(feed, run.flow, backend=self._backend, joining=joining)
+        lapses = self.lapses = run.begin_reading()
+        put = feeds.delivering(feed, run.flow, backend=self.backend, joining=joining)
 
         def deliver(deliveries: Sequence[Delivery]) -> None:
             if run.flow.lapses == lapses:  # else they may have come before this process was away
                 put(deliveries)
 
-        async with self._backend.consume(
-            self._stream, consumer, deliver=deliver, capacity=feed.capacity or run.capacity, priority=feed.priority
+        async with self.backend.consume(
+            self.stream, consumer, deliver=deliver, capacity=feed.capacity or run.capacity, priority=feed.priority
         ) as opened:
-            run.attach(self._stream, opened)
-            self._events.emit(AgentStarted(agent=self._name, stream=self._stream, consumer=consumer, passed=passed))
-            self._restarts.note_start(self._clock.monotonic())
+            run.flow.attach(self.stream, opened)
+            self.events.emit(AgentStarted(agent=self.name, stream=self.stream, consumer=consumer, passed=passed))
+            self.restarts.note_start(self.backend.clock.monotonic())
             if gathers:
-                joining.start_soon(_release_when_quiet, run.flow, self._clock)
+                joining.start_soon(_release_when_quiet, run.flow, self.backend.clock)
             try:
                 await self._read_on(opened)
             finally:
-                run.detach(self._stream)
+                run.detach(self.stream)
 
     async def _ensured(self) -> tuple[ConsumerInfo, Passed | None] | None:
         """Create the consumer if it is missing; return it and the position it had reached.
 
         Return None if the worker stops first: it does not wait for a server that does not answer.
         """
-        feed, made = self._feed, None
+        feed, made = self.feed, None
 
         async def make() -> None:
             nonlocal made
             await feed.provisioner.ensure(feed.stream)
-            ensured = feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(self._stream, feed.consumer)
+            ensured = feed.ensure() if feed.ensure else feed.provisioner.ensure_consumer(self.stream, feed.consumer)
             info = await ensured
             # Where the agent does not want everything, the consumer lets through more while its versions differ.
-            made = info, None if feed.leaves else await _passed(self._backend, feed.stream, info)
+            made = info, None if feed.leaves else await _passed(self.backend, feed.stream, info)
 
-        await _run_until(self._stop, make)
+        await _run_until(self.stop, make)
         return made
 
     async def _read_on(self, opened: Consumer) -> None:
-        ends = (opened.lost, self._run.until_stuck, self._run.until_lapsed, *self._feed.interrupted)
-        await _run_until(self._stop, *ends)
-        lapsed = self._run.flow.lapsed.is_set()
+        lapsed = self.run.flow.lapsed
+        await _run_until(self.stop, opened.lost, self.run.until_stuck, lapsed.wait, *self.feed.interrupted)
         await opened.stop()
-        if self._stop.is_set():
-            await self._drained.wait()
+        if self.stop.is_set():
+            await self.drained.wait()
         # What does not get through is delivered again: late, but not lost.
-        with clocks.move_on_after(self._clock, SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
+        with clocks.move_on_after(self.backend.clock, SETTLE_TIMEOUT_SECONDS), suppress(BackendError):
             await opened.settled()
-        if lapsed and not self._stop.is_set():
-            self._gave_back = True
+        if lapsed.is_set() and not self.stop.is_set():
+            self.gave_back = True
             raise UnavailableError(
                 "this worker was away for longer than ack_wait: what it held and had not begun is left to others"
             )
@@ -417,10 +386,10 @@ class _FeedReader:
 async def _release_when_quiet(flow: Flow, clock: Clock) -> None:
     """Let the flow hand out what it gathers once nothing more comes: the rest is held by workers that live."""
     missing = 0
-    while flow.gather_left and flow.gather_left != missing:
-        missing = flow.gather_left
+    while flow.dispatch.gathering and flow.dispatch.gathering != missing:
+        missing = flow.dispatch.gathering
         await clock.sleep(QUIET_SECONDS)
-    if flow.gather_left:
+    if flow.dispatch.gathering:
         flow.release()
 
 

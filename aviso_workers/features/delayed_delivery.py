@@ -25,6 +25,7 @@ from aviso_workers.declare.verdicts import Ack, Nak, Settlement, Term
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import Flow
+from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import Subscription, SubscriptionRun, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome, Unreadable
@@ -57,7 +58,13 @@ def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, 
     return Subscription(
         name=READER,
         feeds=[Feed(stream=delayed_messages.stream_spec(config), consumer=consumer, provisioner=own_streams)],
-        run=SubscriptionRun(delayed, flow=flow, clock=backend.clock, ack_wait_seconds=ACK_WAIT_SECONDS),
+        run=SubscriptionRun(
+            handler=delayed,
+            flow=flow,
+            clock=backend.clock,
+            ack_wait_seconds=ACK_WAIT_SECONDS,
+            shield=Shield(backend.clock),
+        ),
         beside=[delayed.keep_removing],
     )
 

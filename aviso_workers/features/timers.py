@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from aviso_workers import clocks
 from aviso_workers.aviso.codec import read_json
@@ -219,39 +219,27 @@ class Control:
             return None
 
 
-class Claims:
+class Claims(Struct, eq=False):
     """Which ticks of a timer were begun, by any leader."""
 
-    def __init__(
-        self,
-        timer: str,
-        bucket: RetryingKeyValue,
-        lease: Lease,
-        outage: Outage,
-        *,
-        schedule: Schedule,
-        in_doubt: dict[str, datetime],
-        events: Events,
-    ) -> None:
-        """`in_doubt` is kept for the next time that this worker leads. By message id: the claims of which it is not
-        known whether they were stored, and the last tick that was claimed before each.
-        """
-        self._timer = timer
-        self._schedule = schedule
-        self._bucket = bucket
-        self._lease = lease
-        self._outage = outage
-        self._events = events
-        self._revision = 0
-        self._last: datetime | None = None
-        """The last tick that is known to be claimed; None before anything is known."""
-        self._series: tuple[datetime | None, datetime | None] = (None, None)
-        """`since` and `before` of the last claim."""
-        self._in_doubt = in_doubt
+    timer: str
+    bucket: RetryingKeyValue
+    lease: Lease
+    outage: Outage
+    schedule: Schedule
+    in_doubt: dict[str, datetime]
+    """By message id: the claims of which it is not known whether they were stored, and the last tick that was claimed
+    before each. It is kept for the next time that this worker leads."""
+    events: Events
+    revision: int = 0
+    claimed: datetime | None = None
+    """The last tick that is known to be claimed; None before anything is known."""
+    series: tuple[datetime | None, datetime | None] = (None, None)
+    """`since` and `before` of the last claim."""
 
     @property
     def token(self) -> int:
-        return self._lease.token
+        return self.lease.token
 
     async def last(self, now: datetime) -> datetime:
         """After which the next tick is to be run: `now`, where the timer is new.
@@ -264,34 +252,32 @@ class Claims:
         A claim by another schedule tells nothing of the ticks that this one has missed: it begins now, with a tick that
         is not late by more than `LATE_SECONDS`.
         """
-        entry = await self._bucket.newest(self._timer)
+        entry = await self.bucket.newest(self.timer)
         if entry is None or entry.deleted:
             stored = entry.time if entry is not None and entry.foreign else now
-            begin = min(self._last if self._last is not None and self._lease.held else stored, now)
+            begin = min(self.claimed if self.claimed is not None and self.lease.held else stored, now)
             await self._begin(begin, revision=entry.revision if entry else 0)
             return begin
-        self._revision = entry.revision
+        self.revision = entry.revision
         claim = self._read(entry)
-        self._series = (claim.since, claim.before)
-        if entry.message_id in self._in_doubt:
-            self._last = self._in_doubt[entry.message_id]
+        self.series = (claim.since, claim.before)
+        if entry.message_id in self.in_doubt:
+            self.claimed = self.in_doubt[entry.message_id]
         else:
-            self._last = entry.time if claim.time - entry.time > MAX_SKEW else claim.time
-            if claim.schedule not in ("", self._schedule.text):
+            self.claimed = entry.time if claim.time - entry.time > MAX_SKEW else claim.time
+            if claim.schedule not in ("", self.schedule.text):
                 await self._begin(
-                    max(self._last, now - timedelta(seconds=timers.LATE_SECONDS)), revision=entry.revision
+                    max(self.claimed, now - timedelta(seconds=timers.LATE_SECONDS)), revision=entry.revision
                 )
-                self._events.emit(
-                    TimerRescheduled(timer=self._timer, schedule=self._schedule.text, before=claim.schedule)
-                )
-        return self._last
+                self.events.emit(TimerRescheduled(timer=self.timer, schedule=self.schedule.text, before=claim.schedule))
+        return self.claimed
 
     async def _begin(self, time: datetime, *, revision: int) -> None:
         """Store that ticks of this schedule that are due after this time are to be run."""
-        claim = Claim(time=time, schedule=self._schedule.text, since=time)
-        self._series = (time, None)
-        self._revision = await self._bucket.put(self._timer, msgspec.json.encode(claim), revision=revision)
-        self._last = time
+        claim = Claim(time=time, schedule=self.schedule.text, since=time)
+        self.series = (time, None)
+        self.revision = await self.bucket.put(self.timer, msgspec.json.encode(claim), revision=revision)
+        self.claimed = time
 
     def _read(self, entry: Entry) -> Claim:
         """Return the claim; one of the time at which it was stored, where it is none of ours."""
@@ -299,35 +285,35 @@ class Claims:
             claim = read_json(entry.value, Claim)
             return structs.replace(claim, time=claim.time.astimezone(UTC))
         except (UndecodableError, OverflowError) as error:
-            self._events.emit(Unreadable(stream=f"KV_{self._bucket.name}", sequence=entry.revision, error=error))
+            self.events.emit(Unreadable(stream=f"KV_{self.bucket.name}", sequence=entry.revision, error=error))
             return Claim(time=entry.time)
 
     async def claim(self, tick: datetime) -> bool:
         """Return whether it is ours to run. Raises `ConflictError` where another leader has claimed one since, or where
         an earlier claim of our own was stored late.
         """
-        if not self._lease.held:
+        if not self.lease.held:
             return False
-        assert self._last is not None, "only after `last`"
-        series = self._series if self._schedule.after(self._last) == tick else (tick, self._last)
+        assert self.claimed is not None, "only after `last`"
+        series = self.series if self.schedule.after(self.claimed) == tick else (tick, self.claimed)
         since, before = series
-        claimed = Claim(time=tick, token=self.token, schedule=self._schedule.text, since=since, before=before)
-        claim, message_id = msgspec.json.encode(claimed), secrets.token_hex(12)
-        self._in_doubt[message_id] = self._last  # also while this may be cancelled
+        made = Claim(time=tick, token=self.token, schedule=self.schedule.text, since=since, before=before)
+        claim, message_id = msgspec.json.encode(made), secrets.token_hex(12)
+        self.in_doubt[message_id] = self.claimed  # also while this may be cancelled
         try:
-            self._revision = await self._bucket.put(self._timer, claim, revision=self._revision, message_id=message_id)
+            self.revision = await self.bucket.put(self.timer, claim, revision=self.revision, message_id=message_id)
         except (UnavailableError, RefusedError):
-            del self._in_doubt[message_id]
+            del self.in_doubt[message_id]
             raise
-        self._in_doubt.clear()  # none of the earlier ones can be stored any more, on the revision before this one
-        self._last, self._series = tick, series
-        self._outage.end()
+        self.in_doubt.clear()  # none of the earlier ones can be stored any more, on the revision before this one
+        self.claimed, self.series = tick, series
+        self.outage.end()
         return True
 
     def note_failure(self, error: BackendError) -> None:
         """Note that the claims could not be read or written; that another leader was faster is no outage."""
         if not isinstance(error, ConflictError):
-            self._outage.begin(error)
+            self.outage.begin(error)
 
 
 async def _keep_ticking(

@@ -176,7 +176,7 @@ class AgentSubscriptions:
         )
         windows = self._windows(context, stream.name)
         run = SubscriptionRun(
-            windows or HANDLERS[agent.form](context),
+            handler=windows or HANDLERS[agent.form](context),
             flow=flow,
             clock=clock,
             ack_wait_seconds=_reported_within(agent, policy.ack_wait),
@@ -351,7 +351,7 @@ class AgentSubscriptions:
                 unwrap=Requeued,
                 refuses=self._refuses,
                 leaves=leaves,
-                capacity=(lambda: int(run.pinned(stream.name))) if policy.singleton else None,
+                capacity=(lambda: int(run.flow.pinned(stream.name))) if policy.singleton else None,
             ),
         ]
 

@@ -82,7 +82,7 @@ def at_work(
             stream=stream,
             in_flight=run.flow.running if (run := runs.get(name)) else 0,
             at_once=at_once(agent),
-            pinned=bool(run and run.pinned(stream)) if agent.policy.singleton else None,
+            pinned=bool(run and run.flow.pinned(stream)) if agent.policy.singleton else None,
         )
         for name, (agent, stream) in agents.items()
     }

@@ -309,7 +309,7 @@ class Simulation:
             else:
                 self._give_back(delivery, self._later(delivery, POLICY.delay_seconds(known.failures), now - started))
         if self._outage.pace.is_shut and not self._stays and self._setting.paced:
-            for each in self._flow.withdraw_untried():
+            for each in self._flow.dispatch.untried():
                 delay = UNTRIED.delay_seconds(1)
                 left = each.message.sequence
                 self._untried.append((now + delay, left, self._nak(left, delay)))

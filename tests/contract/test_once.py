@@ -425,8 +425,8 @@ async def test_an_update_whose_acknowledgement_was_lost_is_applied_once(
 
     @app.agent("mars")
     async def count(notification: Notification[Any]) -> None:
-        kept = counts._bucket
-        put = kept.put
+        kind = type(counts._bucket)
+        put = kind.put
 
         async def put_and_lose(*arguments: Any, **stated: Any) -> int:
             nonlocal lost
@@ -435,7 +435,7 @@ async def test_an_update_whose_acknowledgement_was_lost_is_applied_once(
             raise OutcomeUnknownError("the acknowledgement was lost, and the key has changed since")
 
         with monkeypatch.context() as patched:
-            patched.setattr(kept, "put", put_and_lose)
+            patched.setattr(kind, "put", put_and_lose)
             assert await counts.update("od", add_one, once=notification) == 1
 
     async with harness(app, server=url) as t:

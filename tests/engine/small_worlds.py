@@ -50,7 +50,7 @@ FAULTS = (
 """What may go wrong; a world says how often. `again` is always possible then, as nothing changes with it."""
 DISPATCH_STATE = """
 held ready again asked begun running running_again waiting_bytes trusted_until gathering closed only_alone special
-_at_once _single _ahead _pace _limits _screens _pick _key _lines _gates _alone _timers _timed _turn
+_at_once _single _ahead _pace _limits _screens _pick _key _lines _gates _alone _queues _timers _timed _turn
 """
 PACE_STATE = "free away credit retries closed_until most _window _interval _next _running _tell"
 """The attributes of the machine that `World.key` knows of. What is added to the machine is to be added there, or states
@@ -246,9 +246,11 @@ class World:
             _timers=[(due, number, of(each)) for due, number, each in old._timers],
             _single=of(old._single),
             _limits=tuple(world.limits),
-            _pace=world.pace,
+            _pace=world.pace or old._pace,
             _pick=world.pick,
         )
+        new = world.dispatch
+        new._queues = dict(zip(old._queues, (new.ready, new.again, new._at_once, new._alone), strict=True))
         world.calls, world.deciding, world.alone = all_of(self.calls), all_of(self.deciding), of(self.alone)
         world.suspected = of(self.suspected)
         for limit, twin in zip(self.limits, world.limits, strict=True):
@@ -567,7 +569,7 @@ class World:
         self.dispatch.trusted_until = math.inf
 
     def on_gather(self) -> None:
-        self.dispatch.gather()
+        self.dispatch.gather(2)
 
     def on_release(self) -> None:
         self.dispatch.release()

@@ -69,7 +69,7 @@ def received(dispatch: Dispatch, *sequences: int, tried: bool = False) -> Sequen
 
 def test_something_new_that_comes_with_others_ends_the_gathering() -> None:
     dispatch = Dispatch(screens=True)
-    dispatch.gather()
+    dispatch.gather(3)
     dispatch.received_all([Delivered(2)], 0.0)
     assert begun(dispatch) == [2]
 
@@ -77,7 +77,7 @@ def test_something_new_that_comes_with_others_ends_the_gathering() -> None:
 def test_a_dead_letter_that_is_handed_back_ends_no_gathering() -> None:
     dispatch, handed_back = Dispatch(), Delivered(2)
     handed_back.can_be_read_again = False
-    dispatch.gather()
+    dispatch.gather(3)
     dispatch.received(handed_back, 0.0)
     assert begun(dispatch) == []
     dispatch.release()
@@ -86,9 +86,9 @@ def test_a_dead_letter_that_is_handed_back_ends_no_gathering() -> None:
 
 def test_what_is_gathered_is_not_decided_on() -> None:
     dispatch = Dispatch(screens=True)
-    dispatch.gather()
+    dispatch.gather(3)
     received(dispatch, 1)
-    dispatch.gather()
+    dispatch.gather(3)
     dispatch.received(redelivered := Delivered(2, num_delivered=2), 0.0)
     assert dispatch.take_asked() is None
     dispatch.release()

@@ -121,7 +121,7 @@ async def test_a_write_of_which_it_cannot_be_read_whether_it_was_done_says_so(
 
     first = await bucket.put("od", b"1")
     backend.lost = 1
-    monkeypatch.setattr(bucket, "revision", unreadable)
+    monkeypatch.setattr(RetryingKeyValue, "revision", unreadable)
     async with time_passing(backend):
         with pytest.raises(OutcomeUnknownError, match="the answer to an earlier attempt was lost"):
             await bucket.put("od", b"2", revision=first)

@@ -5,15 +5,22 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from aviso_workers import Dependency, Unavailable
+from aviso_workers.backends import Message
 from aviso_workers.clocks import VirtualClock
+from aviso_workers.engine import flow as in_flight
 from aviso_workers.engine import outages
+from aviso_workers.engine.dispatch import GATE
+from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.outages import UNANSWERED_SECONDS, KeyGate, Outage
-from aviso_workers.engine.pace import FULL
+from aviso_workers.engine.pace import FULL, LONGEST_SECONDS
 from aviso_workers.events import OutageBegan
+from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts
+from tests.waits import PATIENCE_SECONDS
 
 REFUSED, WRONG = ConnectionRefusedError(), ValueError()
 
@@ -34,10 +41,12 @@ class Flow:
             running=running,
             running_again=running_again,
             special=False,
-            open=lambda limit, key, count, now: self.opened.append((key, count)),
             waiting_at=lambda limit, key: self.at_keys,
         )
         self.waiting = 0
+
+    def open(self, limit: object, key: object, count: int) -> None:
+        self.opened.append((key, count))
 
     def wake(self) -> None: ...
 
@@ -169,11 +178,32 @@ class TestKeys:
         self.shut(outage, "a")
         flow.at_keys = 2
 
-        def begin(_: object, key: str, count: int, now: float) -> bool:
-            flow.at_keys -= gate.admits(delivery(key), now)
-            return True
+        def begin(_: object, key: str, count: int) -> None:
+            flow.at_keys -= gate.admits(delivery(key), clock.monotonic())
 
-        flow.dispatch.open = begin
+        flow.open = begin  # type: ignore[method-assign]
         gate.wait("a")
         await clock.advance(60.0)
         assert flow.at_keys == 0
+
+    @pytest.mark.anyio
+    async def test_one_that_is_to_run_alone_is_decided_on_again_when_its_key_may_begin(
+        self, clock: Clock, facts: Facts
+    ) -> None:
+        outage = outage_of(clock, facts, by=("class",))
+        gate, suspect = outage.gate(str), UnsettledDelivery()
+        flow = in_flight.Flow(clock, workers=1, least=1, isolation=Isolation(clock), limits=[gate])
+        gate.attach(flow)
+        self.shut(outage, "a")
+        suspect.message, suspect.num_delivered = Message(subject="a", data=b"null", sequence=1), 3
+        flow.put(suspect)
+        assert await flow.take_redelivered() is suspect
+        flow.admit(suspect, tried=True, alone=True)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(flow.take)
+            await clock.advance(0)
+            assert suspect.place == GATE
+            with anyio.fail_after(PATIENCE_SECONDS):
+                tasks.start_soon(clock.advance, LONGEST_SECONDS)
+                assert await flow.take_redelivered() is suspect
+            tasks.cancel_scope.cancel()

@@ -19,6 +19,7 @@ from aviso_workers.clocks import Clock, LoopClock, VirtualClock
 from aviso_workers.config import Config
 from aviso_workers.engine import flow as in_flight
 from aviso_workers.engine.flow import MAX_PREFETCH, PREFETCH_SECONDS, Flow
+from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStopped, Settled
@@ -125,7 +126,7 @@ def run_of(form: Callable[[Flow], Any]) -> SubscriptionRun:
 
 
 def run_with(form: Callable[[Flow], Any], clock: Clock, flow: Flow) -> SubscriptionRun:
-    return SubscriptionRun(form(flow), flow=flow, clock=clock, ack_wait_seconds=20.0)
+    return SubscriptionRun(handler=form(flow), flow=flow, clock=clock, ack_wait_seconds=20.0, shield=Shield(clock))
 
 
 async def test_its_consumer_is_told_when_there_is_room_again() -> None:
@@ -141,7 +142,7 @@ async def test_its_consumer_is_told_when_there_is_room_again() -> None:
         async def stop(self) -> None: ...
 
     run = run_of(Discarding)
-    run.attach("MARS", Consumer())  # type: ignore[arg-type]
+    run.flow.attach("MARS", Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
     run.flow.put(Delivery(1))
     run.flow.put(Delivery(2))
@@ -172,7 +173,7 @@ async def test_consumer_of_an_agent_that_holds_one_at_a_time_is_asked_again_when
 
     clock = LoopClock()
     run = run_with(Counting, clock, Flow(clock, workers=1, least=1, most=1))
-    run.attach("MARS", Consumer())  # type: ignore[arg-type]
+    run.flow.attach("MARS", Consumer())  # type: ignore[arg-type]
     stop = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=1.0))
@@ -310,7 +311,7 @@ class TestStopping:
                 run.flow.put(delivery)
 
         run = run_of(Refusing)
-        run.attach("MARS", Consumer())  # type: ignore[arg-type]
+        run.flow.attach("MARS", Consumer())  # type: ignore[arg-type]
         stop = anyio.Event()
         stop.set()
         await run.work(stop=stop, drain_timeout_seconds=1.0)
@@ -383,7 +384,7 @@ async def test_more_is_asked_for_when_what_comes_waits_behind_a_retry() -> None:
 
 async def test_no_more_is_asked_for_than_is_gathered() -> None:
     run = run_with(Discarding, LoopClock(), Flow(LoopClock(), workers=1, least=100))
-    run.flow.gather(3)
+    run.flow.dispatch.gather(3)
     assert run.capacity() == 3
 
 
@@ -643,7 +644,7 @@ async def test_what_waits_is_trusted_from_when_its_report_was_sent_and_not_from_
 
     run, stop = run_of(Waiting), anyio.Event()  # an ack_wait of 20 s, and so a report every 20 / 3
     run.begin_reading()
-    run.attach("MARS", Consumer())  # type: ignore[arg-type]
+    run.flow.attach("MARS", Consumer())  # type: ignore[arg-type]
     run.flow.put(Reported())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.work, stop=stop, drain_timeout_seconds=0.0))
@@ -659,7 +660,7 @@ async def test_what_comes_while_a_consumer_is_opened_again_is_handled_although_t
     clock = LoopClock()
     run = run_with(Discarding, clock, Flow(clock, workers=1, least=2))
     run.begin_reading()
-    run.attach("MARS", consumer)
+    run.flow.attach("MARS", consumer)
     await anyio.sleep(20.0)
     run.flow.put(Delivery(1))
     with anyio.move_on_after(1.0):

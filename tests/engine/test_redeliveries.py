@@ -368,7 +368,7 @@ async def test_what_was_given_back_while_it_ran_is_not_settled_as_well(
     here, delivery = worker(), Delivered(1, num_delivered=1)
     here.flow.put(delivery)
     await here.flow.take()
-    acknowledging.give_back(here.flow.withdraw_all())
+    acknowledging.give_back(here.flow.withdraw(running=True))
     if settle == "passed over":
         await here.settler.ack_unmatched(delivery)
     else:
@@ -422,7 +422,7 @@ async def test_the_failures_of_however_many_that_wait_in_order_are_remembered(
     facts: Facts, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stay in the flow while they wait for their retry."""
-    monkeypatch.setattr(Failures, "_write_counts", stored_at_once)
+    monkeypatch.setattr(Failures, "_write", stored_at_once)
     here, many = worker(ordered=True), 10_100
     for number in range(1, many + 1):
         here.flow.put(Delivered(number, num_delivered=1))
@@ -576,7 +576,7 @@ class TestAMessageWhoseBodyWasLeftOut:
         async with here.deciding():
             await facts.wait_for(NotReadAgain)
             await anyio.sleep(10.0)
-            here.flow.withdraw_all()
+            here.flow.withdraw(running=True)
             await facts.wait_for(ReadAgain)
             here.flow.close()
         assert (len(facts.of(NotReadAgain)), len(facts.of(ReadAgain))) == (1, 1)

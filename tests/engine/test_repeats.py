@@ -69,11 +69,11 @@ async def settled(repeats: Repeats, delivery: Delivery) -> str:
     """What becomes of a delivery that was settled before."""
     assert repeats.includes(delivery)
     repeats.add(delivery)
-
-    def handle(delivery: Any) -> None:
-        delivery.became = "handled"
-
-    await acknowledging.settle_again(repeats, handle=handle)
+    [found], settlement = await repeats.judge()
+    assert found is delivery
+    if settlement is None:
+        return "handled"
+    acknowledging.settle(delivery, settlement)
     return delivery.became
 
 

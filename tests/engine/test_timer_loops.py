@@ -277,7 +277,7 @@ async def test_of_two_that_believe_to_lead_one_may_run_a_tick(fleet: Fleet) -> N
     assert await claims[0].claim(tick)
     with pytest.raises(ConflictError):
         await claims[1].claim(tick)
-    assert claims[1]._in_doubt == {}, "a claim that was refused is never stored"
+    assert claims[1].in_doubt == {}, "a claim that was refused is never stored"
     assert claims[0].token < claims[1].token
     assert await claims[1].last(start) == tick
 

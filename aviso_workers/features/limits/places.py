@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+from msgspec import Struct, field
 
 from aviso_workers.backends import Backend, Delivery
 from aviso_workers.declare.agents import Agent
@@ -44,23 +45,22 @@ WANTED_SECONDS = 3.0
 AFTER_LOSS_SECONDS = 1.0
 
 
-class _Place:
+class _Place(Struct, eq=False):
     """A place that this worker has."""
 
-    def __init__(self, key: Key, number: int, lease: Lease) -> None:
-        self.key = key
-        self.number = number
-        self.lease = lease
-        self.delivery: Delivery | None = None
-        """What it was given to."""
-        self.runs = False
-        """Whether a call runs: in a thread, also after it was cancelled."""
-        self.used = 0
-        self.leaving = False
-        self.yields = False
-        """Whether it is left to other workers that wait for one."""
-        self.unused = anyio.Event()
-        self.call = anyio.CancelScope()
+    key: Key
+    number: int
+    lease: Lease
+    delivery: Delivery | None = None
+    """What it was given to."""
+    runs: bool = False
+    """Whether a call runs: in a thread, also after it was cancelled."""
+    used: int = 0
+    leaving: bool = False
+    yields: bool = False
+    """Whether it is left to other workers that wait for one."""
+    unused: anyio.Event = field(default_factory=anyio.Event)
+    call: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     @property
     def free(self) -> bool:
@@ -104,7 +104,7 @@ class Places(KeyLimit):
             place.delivery = None
             place.unused.set()
             if place.free:
-                self._let(place.key, 1)
+                self._flow.open(self, place.key, 1)
 
     async def call(self, step: Step, flow: Flow, notification: Any) -> Failure | None:
         """Return what the step returns. Raises an uncounted `Retry` where another worker may have the place."""
@@ -138,7 +138,7 @@ class Places(KeyLimit):
             await self._clock.sleep(2 * CHECK_SECONDS)
         places = self._places.get(key, [])
         if free := sum(place.free for place in places):
-            self._let(key, free)
+            self._flow.open(self, key, free)
         numbers = set(range(self.limit.count)) - {place.number for place in places}
         if self._waiting(key) and numbers and await self._take(key, random.choice(sorted(numbers))):
             return

@@ -128,12 +128,6 @@ class KeyLimit:
     def _waiting(self, key: Key) -> int:
         return self._flow.dispatch.waiting_at(self, key)
 
-    def _let(self, key: Key, count: int) -> int:
-        """Have up to so many of a key asked again; return how many are."""
-        opened = self._flow.dispatch.open(self, key, count, self._clock.monotonic())
-        self._flow.wake()
-        return opened
-
     async def _serve_all(self, key: Key) -> None:
         while self._waiting(key):
             await self._serve(key)
@@ -237,7 +231,7 @@ class RateTokens(KeyLimit):
             leased = self._leased[key] = _Leased(self._interval)
         now = self._clock.monotonic()
         if (more := leased.due(now) - leased.offered) > 0:
-            leased.offered += self._let(key, more)
+            leased.offered += self._flow.open(self, key, more)
         if (seconds := leased.next_seconds(now)) is None:
             leased.asked_at = now if leased.asked_at is None else leased.asked_at
             seconds = await self._lease(key, leased)
