@@ -74,7 +74,7 @@ FAILURE_SECONDS = 0.01
 """A failure takes at most its call's time, or this where that is shorter, as on a machine that has other work."""
 
 
-class _Call(NamedTuple):
+class _EndedCall(NamedTuple):
     """A call that has ended, or the decision to make none: of which delivery, and how long that took and waited."""
 
     delivery: Delivery
@@ -312,7 +312,7 @@ class Settler:
         if waited is None:
             self._flow.finish(delivery)
             return
-        call = _Call(delivery, delivery.record or FRESH, started, self._clock.monotonic() - started, waited)
+        call = _EndedCall(delivery, delivery.record or FRESH, started, self._clock.monotonic() - started, waited)
         if not delivery.held:
             self._flow.finish(delivery)
             self._emit_settled(call, TAKEN_OVER)
@@ -344,7 +344,7 @@ class Settler:
         if self.outage.strained and self._depends:
             self.outage.succeeded(self._key(delivery))
         if self._hear_each:
-            self._emit_settled(_Call(delivery, delivery.record or FRESH, 0.0, seconds, waited), ACKED)
+            self._emit_settled(_EndedCall(delivery, delivery.record or FRESH, 0.0, seconds, waited), ACKED)
         if self._hear_acked:
             if not self._acked:
                 asyncio.get_running_loop().call_soon(self._emit_acked)
@@ -364,7 +364,7 @@ class Settler:
             )
         )
 
-    async def _settle_failed(self, call: _Call, failure: Failure) -> None:
+    async def _settle_failed(self, call: _EndedCall, failure: Failure) -> None:
         delivery, record = call.delivery, call.record
         if failure.other_version:
             await self._failures.clear(delivery)  # or its next delivery would be handled alone
@@ -405,7 +405,7 @@ class Settler:
         )
 
     async def _dead_letter(
-        self, call: _Call, verdict: DeadLetter, error: BaseException, attempts: int
+        self, call: _EndedCall, verdict: DeadLetter, error: BaseException, attempts: int
     ) -> DeadLettersRefused | None:
         """Store a dead letter and terminate its delivery, and return None, or why it was not stored."""
         delivery = call.delivery
@@ -422,7 +422,7 @@ class Settler:
         await self._forget(call)
         return None
 
-    async def _forget(self, call: _Call) -> None:
+    async def _forget(self, call: _EndedCall) -> None:
         """Forget the failures of a delivery that is settled."""
         if failure_records.is_blocked(call.record.failures, self._attempts):
             self._last_failures.note_settled(self._agent.name, self._stream, call.delivery.message.sequence)
@@ -455,7 +455,7 @@ class Settler:
         """Return how often the wait of what is away grows, with this failure."""
         return record.waits + (not record.waits or self.successes > record.succeeded)
 
-    async def _spare(self, call: _Call, spared: Again, error: BaseException) -> None:
+    async def _spare(self, call: _EndedCall, spared: Again, error: BaseException) -> None:
         """Have a delivery tried again whose failure is no attempt."""
         delivery, before = call.delivery, call.record
         await self._failures.clear(delivery)  # or its next delivery would be handled alone
@@ -469,7 +469,7 @@ class Settler:
             await self._failures.note_away(delivery, record)
         self._retry(call, _Outcome("retried", spared.reason, error, record.failures, spared.after_seconds), record)
 
-    def _retry(self, call: _Call, outcome: _Outcome, record: PriorRecord) -> None:
+    def _retry(self, call: _EndedCall, outcome: _Outcome, record: PriorRecord) -> None:
         """Have a delivery tried again, of which this is known from now on, and state that."""
         delivery, delay = call.delivery, outcome.again_in_seconds
         delivery.record = record
@@ -529,14 +529,14 @@ class Settler:
             now, after_seconds, takes_seconds=takes, new_wait=delivery.num_pending > 0
         )
 
-    def _emit_failed(self, call: _Call, outcome: _Outcome) -> None:
+    def _emit_failed(self, call: _EndedCall, outcome: _Outcome) -> None:
         """State what became of a delivery whose handling failed, also to a person who has decided about it."""
         self._emit_settled(call, outcome)
         end = "skipped" if isinstance(outcome.error, SkippedError) else ENDS[outcome.outcome]
         again = outcome.again_in_seconds
         self._decisions.note_end(call.delivery, end, error=outcome.error, again_in_seconds=again)
 
-    def _emit_settled(self, call: _Call, outcome: _Outcome) -> None:
+    def _emit_settled(self, call: _EndedCall, outcome: _Outcome) -> None:
         """State what became of a delivery."""
         message = call.delivery.message
         kind = Settled if outcome is ACKED else Failed
