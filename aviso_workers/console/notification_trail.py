@@ -122,7 +122,7 @@ async def _outputs(
     denied, apps = Denials(), sorted({app for app, _ in readers})
     stored = {app: await asked(denied, app, asyncapi.stored(admin, app), None) for app in apps}
     documents = {app: found or {} for app, found in stored.items()}
-    sent = [each for app, agent in readers for each in asyncapi.operations(documents[app], "send", agent)]
+    sent = [each for app, agent in readers for each in asyncapi.send_operations(documents[app], agent)]
     unknown = [] if denied.text() else [app for app, found in documents.items() if "operations" not in found]
     unsure = [f"What the agents of {app} publish is not recorded." for app in unknown]
     cause, looked_at = f"{message.stream}@{message.sequence}", 0

@@ -14,7 +14,6 @@ from aviso_workers.console import dead_letters, notification_search, notificatio
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import CALM, TROUBLES, AgentView, Overview, Watcher, is_trouble, stale_text
-from aviso_workers.console.trial import trial
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.ops import doctor as doctor_
 from aviso_workers.ops import stream_policy
@@ -54,8 +53,6 @@ class Question(Struct, frozen=True, kw_only=True):
     visitor: Visitor
     path: Mapping[str, str]
     query: Mapping[str, str]
-    form: Mapping[str, str] = {}
-    """A form that was sent with it, of which nothing is stored."""
 
     @property
     def live(self) -> str:
@@ -337,7 +334,7 @@ async def apps(question: Question) -> Page:
 
 
 async def app(question: Question) -> Page:
-    """What an app has declared, and what would become of a notification."""
+    """What an app has declared."""
     overview = await question.overview()
     name, admin, schema = question.path["app"], question.actions.admin, overview.config.notification_schema
     if (declared := overview.snapshot.recorded.apps.get(name)) is None:
@@ -357,8 +354,6 @@ async def app(question: Question) -> Page:
         "document": found,
         "denied": denied.text(),
         "event_types": [(each, topic_of(each, schema[each]), schema[each].identifier) for each in sorted(names)],
-        "form": question.form,
-        "trial": await trial(admin, overview, question.form) if question.form else None,
         "deploys": overview.snapshot.recorded.deploys.get(name, ()),
     }
     return Page("app.html", f"App {name}", values)

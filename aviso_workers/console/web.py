@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -74,7 +74,7 @@ def application(watcher: Watcher, actions: Actions, access: Access) -> ASGIApp:
     views = _Views(watcher, actions)
     app = Starlette(
         routes=[
-            *(Route(path, views.of_page(make), methods=["GET", "POST"]) for path, make in PAGES.items()),
+            *(Route(path, views.of_page(make), methods=["GET"]) for path, make in PAGES.items()),
             *(Route(f"/actions/{name}", views.of_action(name), methods=["POST"]) for name in ACTIONS),
             Route(mcp.PATH, views.of_mcp, methods=["POST"]),
             Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
@@ -190,7 +190,7 @@ class _Views:
 
     def of_page(self, make: Callable[[Question], Awaitable[Page]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            question = self._question(request, await _form(request) if request.method == "POST" else None)
+            question = self._question(request)
             page = await _in_time(make(question))
             if not page.template:
                 return JSONResponse(page.values, headers={"content-disposition": f"attachment; filename={page.title}"})
@@ -231,14 +231,13 @@ class _Views:
         values = {"text": text, "begun": isinstance(error, BrokenOffError)}
         return HTMLResponse(self._whole(request, Page("error.html", "Not shown", values, status=status)), status)
 
-    def _question(self, request: Request, form: Mapping[str, str] | None = None) -> Question:
+    def _question(self, request: Request) -> Question:
         return Question(
             watcher=self._watcher,
             actions=self._actions,
             visitor=_visitor(request),
             path={name: str(value) for name, value in request.path_params.items()},
             query=dict(request.query_params),
-            form=form or {},
         )
 
     def _context(self, request: Request, page: Page) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from aviso_workers.errors import BackendError, UndecodableError, describe
 from aviso_workers.state import consumer_records, declarations
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "LEFT_OUT", "document", "operations", "record", "stored"]
+__all__ = ["KEPT", "LEFT_OUT", "document", "record", "send_operations", "stored"]
 
 KEPT = (
     Kept(
@@ -133,10 +133,10 @@ def _look_at_all(found: Document) -> None:
             components["messages"][message["$ref"].rpartition("/")[2]].items()
 
 
-def operations(found: Mapping[str, Any], action: str, agent: str) -> list[Document]:
-    """Return the operations of an agent in a document: `send`, or `receive`."""
+def send_operations(found: Mapping[str, Any], agent: str) -> list[Document]:
+    """Return the operations in a document by which an agent publishes."""
     every = found.get("operations", {}).values()
-    return [each for each in every if (each["action"], each["title"]) == (action, f"agent {agent}")]
+    return [each for each in every if (each["action"], each["title"]) == ("send", f"agent {agent}")]
 
 
 def _encoded(config: Config, app: Router[Any]) -> bytes:

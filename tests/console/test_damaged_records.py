@@ -11,8 +11,7 @@ from aviso_workers import App
 from aviso_workers.ops import timer_report
 from aviso_workers.state import consumer_records, declarations, timer_requests
 from aviso_workers.testing import Harness
-from tests.console.conftest import Served, publish, shown, text_of
-from tests.contract.settings import mars
+from tests.console.conftest import Served, publish, shown
 
 pytestmark = pytest.mark.anyio
 
@@ -50,9 +49,6 @@ async def test_an_asyncapi_document_that_cannot_be_read_is_said_to_be_none(
         await bucket.put(declarations.document_key("field-index"), value)
         await shown(client, PAGE, "is not recorded: what is recorded cannot be read by this version")
         await shown(client, "/notification?name=mars@1", "What the agents of field-index publish is not recorded.")
-        identifier = "\n".join(f"{name}={value}" for name, value in mars(step=1).items())
-        tried = await client.post(PAGE, data={"event_type": "mars", "identifier": identifier, "payload": "{}"})
-    assert "no schema is recorded" in text_of(tried.text)
 
 
 async def test_what_a_newer_version_adds_to_a_document_is_left_alone(

@@ -38,7 +38,7 @@ SHOWN = {
     "/streams": "aviso_workers_retries",
     "/spark": "Nothing is known of Spark",
     "/apps": "report (",
-    "/apps/field-index": "Try it",
+    "/apps/field-index": "Last deploys",
     "/doctor": "checks passed",
     "/audit": "pause-timer",
     "/settings": "notification_backend",

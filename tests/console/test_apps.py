@@ -1,4 +1,4 @@
-"""The page of one app: what its code declares, and what would become of a notification that is tried."""
+"""The page of one app: what its code declares, and what its outputs lead to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from aviso_workers import App, Notification, Notify
 from aviso_workers.config import Config
-from aviso_workers.console import notification_trail, trial
+from aviso_workers.console import notification_trail
 from aviso_workers.server import NatsServer
 from aviso_workers.state import asyncapi, consumer_records, declarations
 from aviso_workers.testing import Harness, harness
@@ -50,11 +50,6 @@ def catalogue(config: Config) -> App:
     return app
 
 
-def tried(payload: Any = FIELD, event_type: str = "mars", **identifier: Any) -> dict[str, str]:
-    lines = "\r\n".join(f"{key} = {value}".replace(" = ", "=") for key, value in mars(**identifier).items())
-    return {"event_type": event_type, "identifier": lines, "payload": msgspec.json.encode(payload).decode()}
-
-
 async def test_it_shows_what_the_code_declares(console: Served, catalogue: App, nats_server: NatsServer) -> None:
     async with harness(catalogue, server=nats_server.url), console.client(READER) as client:
         page = await shown(client, PAGE, "AsyncAPI document as a worker recorded it")
@@ -68,56 +63,6 @@ async def test_it_shows_what_the_code_declares(console: Served, catalogue: App, 
     assert (missing.status_code, "no worker has recorded" in text_of(missing.text)) == (404, True)
 
 
-async def test_what_is_tried_is_not_published(console: Served, catalogue: App, nats_server: NatsServer) -> None:
-    async with harness(catalogue, server=nats_server.url), console.client(READER) as client:
-        await shown(client, PAGE, "AsyncAPI document as a worker")
-        page = text_of((await client.post(PAGE, data=tried(step=1))).text)
-        other = text_of((await client.post(PAGE, data=tried({"path": 7, "size": 3}, step=3))).text)
-        messages = (await console.admin.stream_info("MARS")).messages
-    assert "It would be stored. Nothing was published." in page
-    assert "subject mars.od." in page
-    assert "body {&#34;path&#34;:&#34;/data/1&#34;,&#34;size&#34;:3}" in page
-    assert "catalogue/index get it – fits its JSON Schema" in page
-    assert "catalogue/count get it – no schema is recorded" in page
-    assert "catalogue/tell" not in page.partition("It would be stored.")[2], "it reads another event type"
-    assert "not get it where: step must be [&#34;1&#34;, &#34;2&#34;]; its consumer reads mars.od." in other
-    assert "does not fit: $.path: 7 is not of type &#39;string&#39;" in other
-    assert messages == 0
-
-
-@pytest.mark.parametrize(
-    ("form", "complaint"),
-    [
-        (tried(step=1) | {"identifier": "step=1"}, "is missing; a notification has every field"),
-        (tried(step=1) | {"identifier": "step"}, "'step' is not key=value"),
-        (tried(step=1) | {"payload": "{"}, "JSON"),
-        (tried(step=1, event_type="other"), "other"),
-        (tried(step=1) | {"payload": "[" * 20_000}, "JSON"),
-    ],
-)
-async def test_what_a_publisher_would_be_refused_says_why(
-    console: Served, catalogue: App, nats_server: NatsServer, form: dict[str, str], complaint: str
-) -> None:
-    async with harness(catalogue, server=nats_server.url), console.client() as client:
-        await shown(client, PAGE, "Try it")
-        answer = await client.post(PAGE, data=form)
-    said = text_of(answer.text).replace("&#39;", "'")
-    assert answer.status_code == 200
-    assert "It would be refused:" in said
-    assert complaint in said
-
-
-async def test_a_form_of_another_page_is_refused(console: Served, catalogue: App, nats_server: NatsServer) -> None:
-    async with harness(catalogue, server=nats_server.url), console.client() as client:
-        await shown(client, PAGE, "Try it")
-        answers = [
-            await client.post(PAGE, data=tried(step=1), headers={"sec-fetch-site": "cross-site"}),
-            await client.post(PAGE, json={}),
-            await client.post(PAGE, data={"payload": "x" * 70_000}),
-        ]
-    assert [answer.status_code for answer in answers] == [403, 415, 413]
-
-
 async def test_a_record_without_a_document_says_so(console: Served, catalogue: App, nats_server: NatsServer) -> None:
     schema = catalogue.config.notification_schema
     await declarations.record(
@@ -125,7 +70,7 @@ async def test_a_record_without_a_document_says_so(console: Served, catalogue: A
     )
     async with console.client() as client:
         await shown(client, PAGE, "No worker has recorded the AsyncAPI document of this app")
-        assert "No worker has recorded" in await shown(client, f"{PAGE}?as=asyncapi", "Try it")
+        assert "No worker has recorded" in await shown(client, f"{PAGE}?as=asyncapi", "Last deploys")
         bucket = await consumer_records.bucket(console.admin)
         why = msgspec.json.encode({asyncapi.LEFT_OUT: "it has 200,000 bytes"})
         await bucket.put(declarations.document_key("catalogue"), why)
@@ -186,25 +131,3 @@ async def test_outputs_that_are_not_recorded_are_said_to_be_unknown(
             while "What the agents of field-index publish is not recorded." not in await read():
                 await bucket.put(declarations.document_key("field-index"), b"{}")  # a worker may write its own after it
                 await anyio.sleep(0.1)
-
-
-@pytest.mark.parametrize(
-    ("schema", "says"),
-    [
-        ({"properties": {"path": {"pattern": "^(a+)+$"}}}, "fits its JSON Schema"),
-        ({"properties": {"path": {"pattern": r"^\p{L}+$"}}}, "fits its JSON Schema"),
-        ({"properties": {"path": {"pattern": "^b", "maxLength": 3}}}, "does not fit: $.path: "),
-        ({"patternProperties": {"^p": {"type": "integer"}}, "additionalProperties": False}, "fits its JSON Schema"),
-        ({"properties": {"pattern": {"type": "string"}}, "required": ["pattern"]}, "does not fit: $: "),
-        ({"$ref": "http://127.0.0.1:9/another.json"}, "its JSON Schema cannot be used: "),
-        ({"type": "no type"}, "its JSON Schema cannot be used: "),
-    ],
-)
-def test_a_schema_cannot_hold_up_the_console_or_have_it_fetch_anything(schema: dict[str, Any], says: str) -> None:
-    message = {"$ref": "#/components/messages/of-index"}
-    operation = {"action": "receive", "title": "agent index", "messages": [message]}
-    document = {
-        "operations": {"index": operation},
-        "components": {"messages": {"of-index": {"payload": schema}}, "schemas": {}},
-    }
-    assert trial._fit(document, "index", b'{"path": "' + b"a" * 40 + b'!"}').startswith(says)
