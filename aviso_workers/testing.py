@@ -94,7 +94,7 @@ from aviso_workers.ops import agent_control, retried, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.dead_letters import StoredDeadLetters
 from aviso_workers.sessions.session import Session, open_session
-from aviso_workers.state import delayed_messages, parts, window_records
+from aviso_workers.state import delayed_messages, window_records
 from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.state.failure_counts import Decides
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
@@ -168,8 +168,6 @@ class Harness:
         """The dead letters, in order, without those that `retry_dead_letters` has handed back."""
         self._dead_lettered: set[int] = set()
         """The sequences of what is stored as dead letters."""
-        self._first_parts: dict[int, bytes] = {}
-        """By sequence, of dead letters that are stored as two."""
         self._code = _Code()
         self._clock = None if server else _Clock(self._code, start=start or datetime.now(UTC))
         self._server = server
@@ -577,7 +575,8 @@ class Harness:
             # A repeat is noted as well where the acknowledgement of the first try was lost.
             if not (ack.duplicate and ack.sequence in self._dead_lettered):
                 self._dead_lettered.add(ack.sequence)
-                self._note_dead_letter(stored)
+                with suppress(UndecodableError):  # a test may have written it that tries what others could
+                    self.dead_letters.append(DeadLetter.read(stored))
         elif ack.duplicate:
             return
         elif reader := self._readers.get(ack.stream):
@@ -586,14 +585,6 @@ class Harness:
                     headers = {name: value for name, value in found.headers.items() if not is_reserved(name)}
                     payload = found.payload if payloads.is_json(stored.data) else stored.data
                     self.published.append(Notify(found.event_type, found.identifier, payload, headers=headers or None))
-
-    def _note_dead_letter(self, stored: Message) -> None:
-        if parts.is_first_part(stored):
-            self._first_parts[stored.sequence] = stored.data
-            return
-        first = self._first_parts.get(parts.first_part_of(stored), b"")
-        with suppress(UndecodableError):  # a test may have written it that tries what others could
-            self.dead_letters.append(DeadLetter.read(parts.joined(first, stored)))
 
     def _hear(self, event: Event) -> None:
         match event:

@@ -1,16 +1,21 @@
 """Where notifications go that cannot be handled, and the way back.
 
 A dead letter keeps the bytes and the reason in a stream of its own, under `aviso_workers.dead_letters.<app>.<agent>`:
-the body is the original's, untouched, and what is known of it is in the headers below. The stream refuses when it is
-full, so that old evidence is never overwritten. A dead letter that is to be tried again is copied to the retries, under
-`aviso_workers.retries.<app>.<agent>`, where only that agent reads; there it counts as fresh.
+the body is the original's, untouched, and what is known of it is in the headers below. Where that is too large for a
+message, the texts of the error are cut; where it is still too large, the original is compressed. The stream refuses
+when it is full, so that old evidence is never overwritten. A dead letter that is to be tried again is copied to the
+retries, under `aviso_workers.retries.<app>.<agent>`, where only that agent reads; there it counts as fresh.
 """
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import ClassVar
+
+from msgspec import structs
 
 from aviso_workers.aviso.codec import Message, store_time
 from aviso_workers.backends import Backend, Delivery, Noted, PubAck
@@ -18,19 +23,19 @@ from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config
 from aviso_workers.errors import RefusedError, UnavailableError, describe
 from aviso_workers.jetstream import error_codes
-from aviso_workers.state import dead_letter_records, parts
-from aviso_workers.state.dead_letter_records import RETRIED, SUBJECT
+from aviso_workers.state import dead_letter_records
+from aviso_workers.state.dead_letter_records import COMPRESSED, RETRIED, SUBJECT
 from aviso_workers.state.own_streams import DEAD_LETTERS
-from aviso_workers.state.parts import message_at
 
-__all__ = [
-    "DeadLetterStore",
-    "Requeued",
-]
+__all__ = ["DeadLetterStore", "Requeued", "message_at"]
 
 TIMEOUT_SECONDS = 10.0
-LONGEST_ERROR = 2000
-"""Characters of an error's text that are kept."""
+LONGEST_TEXTS = (2000, 200, 40)
+"""Characters that are kept of an error's text, and of its traceback: the first number with which all fits."""
+MAX_HEADER_BYTES = 65_535
+"""JetStream stores no message with more."""
+ADDED_BYTES = 1024
+"""Bytes that publishing adds to the headers, here and to a copy in the retries, and those of the headers' own frame."""
 DEEPEST_FRAMES = 5
 
 
@@ -69,20 +74,35 @@ class DeadLetterStore:
             "Aviso-Agent": agent,
             "Aviso-Attempts": str(attempts),
             "Aviso-Reason": reason,
-            "Aviso-Error": _one_line(describe(error) if error else "", most=self._longest_text),
-            "Aviso-Traceback": _one_line(_digest(error), most=self._longest_text),
         }
-        kept = dead_letter_records.without(message.headers, "Nats-", *parts.HEADERS)
-        dead_letter = Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers={**kept, **headers})
+        kept = dead_letter_records.without(message.headers, "Nats-", COMPRESSED)
+        original = Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers=kept)
         # With its time, because a stream that is recreated counts from 1 again. What was tried again and failed again
         # is another letter, although the first may still be there: it is removed a moment after it was copied.
         message_id = f"{self._app}.{agent}.{stream}.{message.sequence}.{message.timestamp_ns}.{kept.get(RETRIED, part)}"
-        await parts.store(dead_letter, message_id, self._store_once, max_payload=self._backend.connection.max_payload)
+        await self._store_once(self._fitted(original, headers, error), message_id)
 
-    @property
-    def _longest_text(self) -> int:
-        """Characters of an error or a traceback: few, where a server takes small messages only."""
-        return min(LONGEST_ERROR, self._backend.connection.max_payload // 32)
+    def _fitted(self, original: Message, headers: Mapping[str, str], error: BaseException | None) -> Message:
+        """Return the dead letter with as much of the error's texts as fits, and compressed where it must be.
+
+        Raises `RefusedError` with `MESSAGE_TOO_LARGE` where it fits in no way.
+        """
+        max_payload = self._backend.connection.max_payload
+        forms: tuple[Callable[[Message], Message], ...] = (lambda plain: plain, dead_letter_records.compressed)
+        for form in forms:
+            carrier = form(original)
+            for most in LONGEST_TEXTS:
+                texts = {
+                    "Aviso-Error": _one_line(describe(error) if error else "", most=most),
+                    "Aviso-Traceback": _one_line(_digest(error, most=most), most=most),
+                }
+                found = structs.replace(carrier, headers={**(carrier.headers or {}), **headers, **texts})
+                if _fits(found, max_payload=max_payload):
+                    return found
+        raise RefusedError(
+            f"{original.subject}: the dead letter does not fit into a message of {max_payload} bytes, also compressed",
+            code=error_codes.MESSAGE_TOO_LARGE,
+        )
 
     async def _store_once(self, dead_letter: Message, message_id: str) -> PubAck:
         ack = await self._store(dead_letter, message_id)
@@ -147,10 +167,28 @@ class Requeued(Noted, eq=False):
         self._delivery.in_progress()
 
 
-def _digest(error: BaseException | None) -> str:
-    """Return where it was raised, the innermost place last, in one line."""
-    frames = traceback.extract_tb(error.__traceback__) if error else []
-    return " > ".join(f"{Path(at.filename).name}:{at.lineno} {at.name}" for at in frames[-DEEPEST_FRAMES:])
+async def message_at(backend: Backend, stream: str, sequence: int) -> Message | None:
+    """Return the message of that sequence; None where the stream does not hold it. Raises `NotFoundError`."""
+    reading = backend.read(stream, filter_subjects=(), start_sequence=sequence, last_sequence=sequence)
+    async with aclosing(reading):
+        return await anext(reading, None)
+
+
+def _fits(message: Message, *, max_payload: int) -> bool:
+    """Return whether a server takes the message."""
+    size = sum(len(f"{name}: {value}\r\n".encode()) for name, value in (message.headers or {}).items()) + ADDED_BYTES
+    return size <= MAX_HEADER_BYTES and size + len(message.data) <= max_payload
+
+
+def _digest(error: BaseException | None, *, most: int) -> str:
+    """Return where it was raised, the innermost place last, in one line: of the places, those that `most` characters
+    have room for.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[-DEEPEST_FRAMES:] if error else []
+    places = [f"{Path(at.filename).name}:{at.lineno} {at.name}" for at in frames]
+    while len(" > ".join(places)) > most:
+        del places[0]
+    return " > ".join(places)
 
 
 def _one_line(text: str, *, most: int) -> str:

@@ -19,14 +19,13 @@ from aviso_workers.declare.verdicts import Nak
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.repeats import Repeats
-from aviso_workers.errors import BackendError, UndecodableError
+from aviso_workers.errors import BackendError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.state import parts
 
 __all__ = ["Feed", "delivering"]
 
 UNREAD_SECONDS = 10.0
-"""When a dead letter is delivered again whose first part could not be read."""
+"""When a dead letter is delivered again whose body could not be read."""
 SEQUENCE_HELD_SECONDS = 1.0
 """How much later a dead letter that was handed back is delivered again whose sequence another notification has."""
 
@@ -88,23 +87,18 @@ class _Unwrapping(Struct):
         for delivery in deliveries:
             if self.feed.refuses is not None and self.feed.refuses(delivery):
                 continue
-            if parts.first_part_of(delivery.message) or lacks_body(delivery.message):
+            if lacks_body(delivery.message):
                 self.joining.start_soon(self._deliver_whole, delivery)
             else:
                 self._take_unwrapped(self.unwrap(delivery, delivery.message))
 
     async def _deliver_whole(self, delivery: Delivery) -> None:
         try:
-            message = delivery.message
-            if lacks_body(message):
-                message = await self.backend.message(self.feed.stream.name, message.sequence) or message
-            message = await parts.whole(self.backend, self.feed.stream.name, message)
-        except UndecodableError:
-            self.put([delivery])  # as it is, it becomes a dead letter
+            message = await self.backend.message(self.feed.stream.name, delivery.message.sequence)
         except BackendError:
             acknowledging.settle(delivery, Nak(UNREAD_SECONDS))
         else:
-            self._take_unwrapped(self.unwrap(delivery, message))
+            self._take_unwrapped(self.unwrap(delivery, message or delivery.message))
 
     def _take_unwrapped(self, delivery: Delivery) -> None:
         """Take an unwrapped delivery, unless the flow holds the agent's own message of the same sequence.

@@ -231,7 +231,7 @@ async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
     return {
         (words[-2], words[-1]): count
         for subject, count in counts.items()
-        if len(words := subject.split(".")) == SUBJECT_TOKENS  # else it is the first part of a large one
+        if len(words := subject.split(".")) == SUBJECT_TOKENS  # else somebody else has stored it
     }
 
 

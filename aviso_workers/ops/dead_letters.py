@@ -18,7 +18,6 @@ import anyio
 import msgspec
 from msgspec import Struct
 
-from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin, Outgoing, PubAck
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config
@@ -26,7 +25,7 @@ from aviso_workers.declare import agents
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, Skipped
 from aviso_workers.ops import agent_inventory, inventory
-from aviso_workers.state import dead_letter_records, parts, window_records
+from aviso_workers.state import dead_letter_records, window_records
 from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
@@ -146,10 +145,8 @@ class StoredDeadLetters:
         )
         async with aclosing(reading):
             async for message in reading:
-                if parts.is_first_part(message):
-                    continue
                 try:
-                    dead_letter = DeadLetter.read(await parts.whole(self._admin, DEAD_LETTERS, message))
+                    dead_letter = DeadLetter.read(message)
                 except UndecodableError as error:
                     self._events.emit(Skipped(event_type=DEAD_LETTERS, sequence=message.sequence, error=error))
                     continue
@@ -204,25 +201,13 @@ class StoredDeadLetters:
         """Copy dead letters to the retries, return those whose copies are stored, and add the errors of the others to
         `failures`.
         """
-        copies = [(dead_letter, *dead_letter_records.retry_of(dead_letter)) for dead_letter in dead_letters]
-        max_payload = self._admin.connection.max_payload
-        small = [copy for copy in copies if parts.fits(copy[1], max_payload=max_payload)]
-        outgoing = [Outgoing(message, message_id, RETRIES) for _, message, message_id in small]
+        copies = [dead_letter_records.retry_of(dead_letter) for dead_letter in dead_letters]
+        outgoing = [Outgoing(message, message_id, RETRIES) for message, message_id in copies]
         results = await self._admin.publish_many(outgoing, timeout_seconds=TIMEOUT_SECONDS) if outgoing else []
         failures += [result for result in results if isinstance(result, BackendError)]
-        copied = [
-            dead_letter for (dead_letter, *_), result in zip(small, results, strict=True) if isinstance(result, PubAck)
+        return [
+            dead_letter for dead_letter, result in zip(dead_letters, results, strict=True) if isinstance(result, PubAck)
         ]
-        for dead_letter, message, message_id in copies:
-            if parts.fits(message, max_payload=max_payload):
-                continue
-            try:
-                await parts.store(message, message_id, self._publish, max_payload=max_payload)
-            except BackendError as error:
-                failures.append(error)
-            else:
-                copied.append(dead_letter)
-        return copied
 
     async def _put_back(self, dead_letters: Sequence[DeadLetter], failures: list[BackendError]) -> list[DeadLetter]:
         """Put the windows of dead letters back to those that are not done, and return the dead letters for which that
@@ -244,11 +229,6 @@ class StoredDeadLetters:
                 done.append(dead_letter)
         return done
 
-    async def _publish(self, message: Message, message_id: str) -> PubAck:
-        return await self._admin.publish(
-            message, message_id=message_id, stream=RETRIES, timeout_seconds=TIMEOUT_SECONDS
-        )
-
     async def _delete(
         self, dead_letters: Sequence[DeadLetter], note: Callable[[DeadLetter], None], *, overwrite: bool
     ) -> None:
@@ -259,8 +239,6 @@ class StoredDeadLetters:
             for dead_letter in left:
                 try:
                     ours = await self._delete_message(dead_letter.sequence, overwrite=overwrite)
-                    if first_part := parts.first_part_of(dead_letter.stored):
-                        await self._delete_message(first_part, overwrite=overwrite)
                 except BackendError as error:
                     failures.append(error)
                     return
@@ -316,7 +294,7 @@ async def portions(
             if rate:
                 await anyio.sleep_until(began + count / rate)
         portion.append(dead_letter)
-        size += len(dead_letter.stored.data)
+        size += len(dead_letter.original.data)
     if portion:
         yield portion
 

@@ -207,7 +207,6 @@ def _dead_letters(api: _Api, app: Router) -> Iterator[str]:
     yield from api.use(DEAD_LETTERS)
     yield from api.read(DEAD_LETTERS)
     yield from api.use(RETRIES)
-    yield from api.read(RETRIES)
 
 
 def _bucket(api: _Api, bucket: str, *, updates: bool = True) -> Iterator[str]:

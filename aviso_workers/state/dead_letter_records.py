@@ -4,14 +4,19 @@ A dead letter keeps the bytes and the reason in a stream of its own, under `avis
 the body is the original's, untouched, and what is known of it is in the headers below. A dead letter that is to be
 tried again is copied to the retries, under `aviso_workers.retries.<app>.<agent>`, where only that agent reads; there it
 counts as fresh. `engine.dead_letter_store` stores them.
+
+An original may be as large as a server takes, and a dead letter has more headers. Where both do not fit into a message,
+the headers and the body of the original are the body, compressed, and the header `Aviso-Compressed` says so. Only
+`_original` reads such a body.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from datetime import datetime
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import Message, read_number, store_time
 from aviso_workers.aviso.literals import quoted
@@ -20,15 +25,16 @@ from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.fields import DAY, SECOND
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.state import parts
 from aviso_workers.state.kept import Kept
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 __all__ = [
+    "COMPRESSED",
     "KEPT",
     "RETRIED",
     "SUBJECT",
     "DeadLetter",
+    "compressed",
     "retries_spec",
     "retry_of",
     "retry_subject",
@@ -46,7 +52,7 @@ KEPT = (
     Kept(
         stream=DEAD_LETTERS,
         key=f"{SUBJECT}.<app>.<agent>",
-        holds="a dead letter: the original's body, and in headers what is known of it",
+        holds="a dead letter: the original's body, compressed if it is too large, and in headers what is known of it",
         until="until it is retried or dropped",
     ),
     Kept(
@@ -58,6 +64,15 @@ KEPT = (
 )
 RETRIED = "Aviso-Retried"
 """The header of what is tried again: which dead letter it was."""
+COMPRESSED = "Aviso-Compressed"
+"""The header of a message whose body holds the headers and the body of the original: how it is compressed."""
+HEADERS_END = b"\r\n\r\n"
+LINE_END = b"\r\n"
+MAX_RESTORED_BYTES = 64 * 2**20 + 2**17
+"""The most bytes that a compressed body may become: no server takes a body of more than 64 MiB, and no headers of more
+than 64 KiB."""
+FASTEST = 1
+"""The level of compression: the event loop waits for it, and a few kilobytes have to be saved."""
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
@@ -77,7 +92,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     """The stream of the original."""
     original: Message
     stored: Message
-    """The dead letter itself, as the stream holds it, with its whole body."""
+    """The dead letter itself, as the stream holds it."""
 
     @classmethod
     def read(cls, message: Message) -> DeadLetter:
@@ -99,7 +114,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
                 traceback=headers["Aviso-Traceback"],
                 attempts=read_number(headers["Aviso-Attempts"]),
                 stream=headers["Aviso-Stream"],
-                original=_original(message, headers),
+                original=_original(message),
                 stored=message,
             )
         except (KeyError, UndecodableError) as error:
@@ -135,7 +150,7 @@ def retry_subject(app: str, agent: str) -> str:
 def retry_of(dead_letter: DeadLetter) -> tuple[Message, str]:
     """Return the copy that hands a dead letter back to its agent, and its message id, which is always the same."""
     message_id = f"{dead_letter.sequence}.{dead_letter.stored.timestamp_ns}"
-    headers = {**without(dead_letter.stored.headers, "Nats-", *parts.HEADERS), RETRIED: message_id}
+    headers = {**without(dead_letter.stored.headers, "Nats-"), RETRIED: message_id}
     return Message(
         subject=retry_subject(dead_letter.app, dead_letter.agent), data=dead_letter.stored.data, headers=headers
     ), message_id
@@ -145,7 +160,7 @@ def unwrap(retry: Message) -> tuple[Message, str]:
     """Return the original that a message of the retries carries, and its stream."""
     headers = retry.headers or {}
     try:
-        return _original(retry, headers), headers["Aviso-Stream"]
+        return _original(retry), headers["Aviso-Stream"]
     except (KeyError, UndecodableError):
         return (
             retry,
@@ -153,17 +168,51 @@ def unwrap(retry: Message) -> tuple[Message, str]:
         )  # not written by us: it will not decode, and become a dead letter with its bytes
 
 
+def compressed(original: Message) -> Message:
+    """Return the message with its headers and its body compressed in its body. `RETRIED` is left where it is."""
+    headers = original.headers or {}
+    kept = {name: value for name, value in headers.items() if name == RETRIED}
+    lines = [f"{name}:{value}".encode() for name, value in headers.items() if name not in kept]
+    data = zlib.compress(LINE_END.join(lines) + HEADERS_END + original.data, FASTEST)
+    return structs.replace(original, data=data, headers={**kept, COMPRESSED: "zlib"})
+
+
+def _restored(message: Message) -> Message:
+    """Return the message as it was before `compressed`. Raises `UndecodableError` where it cannot have been so."""
+    headers = dict(message.headers or {})
+    if COMPRESSED not in headers:
+        return message
+    decompression = zlib.decompressobj()
+    try:
+        body = decompression.decompress(message.data, MAX_RESTORED_BYTES)
+    except zlib.error as error:
+        raise UndecodableError(f"its body cannot be decompressed: {error}") from error
+    if not decompression.eof:
+        raise UndecodableError("its compressed body is cut, or larger than any message")
+    lines, ended, data = body.partition(HEADERS_END)
+    if not ended:
+        raise UndecodableError("its compressed body holds no headers")
+    del headers[COMPRESSED]
+    for line in filter(None, lines.split(LINE_END)):
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        headers.setdefault(name, value)
+    return structs.replace(message, data=data, headers=headers)
+
+
 def without(headers: Mapping[str, str] | None, *prefixes: str) -> dict[str, str]:
     return {name: value for name, value in (headers or {}).items() if not name.startswith(prefixes)}
 
 
-def _original(message: Message, headers: Mapping[str, str]) -> Message:
+def _original(message: Message) -> Message:
+    """Return the original that a message carries. Raises `KeyError` and `UndecodableError`."""
+    restored = _restored(message)
+    headers = restored.headers or {}
     kept = without(headers, "Aviso-", "Nats-")
     if RETRIED in headers:
         kept[RETRIED] = headers[RETRIED]
     return Message(
         subject=headers["Aviso-Subject"],
-        data=message.data,
+        data=restored.data,
         headers=kept,
         sequence=read_number(headers["Aviso-Sequence"]),
         timestamp_ns=read_number(headers["Aviso-Timestamp"]),

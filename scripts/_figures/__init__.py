@@ -30,7 +30,7 @@ FEATURES = {
     "limits": ("declare.limits", "features.limits", "state.limit_records"),
     "delayed delivery": ("features.delayed_delivery", "state.delayed_messages"),
     "singletons": ("engine.singletons",),
-    "dead letters": ("engine.dead_letter_store", "ops.dead_letters", "state.dead_letter_records", "state.parts"),
+    "dead letters": ("engine.dead_letter_store", "ops.dead_letters", "state.dead_letter_records"),
     "order": ("engine.key_orders",),
 }
 """The modules of each feature."""

@@ -8,19 +8,19 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from aviso_workers import Agent, App, Notification, RetryPolicy, Router
-from aviso_workers.backends import Backend, ConsumerInfo, Message, PubAck
+from aviso_workers.backends import Backend, ConsumerInfo, Message
 from aviso_workers.engine import acknowledging, shared_filters
+from aviso_workers.engine.dead_letter_store import message_at
 from aviso_workers.errors import NotFoundError, RefusedError
 from aviso_workers.events import AckWaitDiffers, AgentStarted, FilterHides, FiltersDiffer
 from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.sessions.session import open_session
-from aviso_workers.state import parts
-from aviso_workers.state.dead_letter_records import retry_subject
+from aviso_workers.state.dead_letter_records import compressed, retry_subject
 from aviso_workers.state.own_streams import RETRIES
-from aviso_workers.state.parts import message_at
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -98,14 +98,11 @@ class Deployment:
             "Aviso-Sequence": "1",
             "Aviso-Timestamp": str(first.timestamp_ns),
         }
-
-        async def publish(message: Message, message_id: str) -> PubAck:
-            return await self.backend.publish(
-                message, message_id=message_id, stream=RETRIES, timeout_seconds=PATIENCE_SECONDS
-            )
-
-        dead_letter = Message(subject=retry_subject("contract", "index"), data=body, headers=headers)
-        await parts.store(dead_letter, "1", publish, max_payload=self.backend.connection.max_payload)
+        retry = Message(subject=retry_subject("contract", "index"), data=body)
+        if len(body) > 1000:
+            retry = compressed(retry)
+        retry = structs.replace(retry, headers={**(retry.headers or {}), **headers})
+        await self.backend.publish(retry, message_id="1", stream=RETRIES, timeout_seconds=PATIENCE_SECONDS)
 
     @property
     def backend(self) -> Backend:

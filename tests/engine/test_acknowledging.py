@@ -19,7 +19,6 @@ from aviso_workers.jetstream import error_codes
 from aviso_workers.sessions.session import Session
 from aviso_workers.state.own_streams import DEAD_LETTERS
 from tests.engine.conftest import Facts, NotifyStep, Stored, Working, config_with
-from tests.presence import present
 
 pytestmark = pytest.mark.anyio
 
@@ -231,27 +230,3 @@ async def test_one_that_is_too_large_for_a_dead_letter_keeps_no_other_from_becom
 
     assert (first.reason, first.again_in_seconds) == ("dead_letter_failed", acknowledging.STORE_AGAIN.max)
     assert (second.outcome, second.sequence) == ("dead_lettered", 2)
-
-
-async def test_an_error_is_told_in_few_words_where_a_server_takes_small_messages_only(
-    session: Session,
-    backend: Silent,
-    router: Router,
-    notify: NotifyStep,
-    working: Working,
-    facts: Facts,
-    stored: Stored,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(type(backend.connection), "max_payload", 16_000)
-
-    @router.agent("mars", retry=RetryPolicy(attempts=1))
-    async def load(notification: Notification[str]) -> None:
-        raise RuntimeError("x" * 5000)
-
-    await notify(1, "small")
-    async with working(load):
-        await facts.wait_for(Settled)
-
-    (dead_letter,) = await stored(DEAD_LETTERS)
-    assert len(present(dead_letter.headers)["Aviso-Error"]) == 500

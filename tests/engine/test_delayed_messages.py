@@ -13,13 +13,13 @@ from msgspec import structs
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.clocks import SKEW
+from aviso_workers.engine.dead_letter_store import message_at
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.events import NotRemoved, Overdue, Published, Unreadable
 from aviso_workers.features import delayed_delivery
 from aviso_workers.sessions.session import Session
 from aviso_workers.state import delayed_messages
 from aviso_workers.state.own_streams import DELAYED
-from aviso_workers.state.parts import message_at
 from tests.engine.conftest import Facts, Stored, config_with
 from tests.engine.test_publisher import STEP_6, FlakyBackend
 from tests.presence import present

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import zlib
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -17,10 +19,9 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.declare.verdicts import PriorRecord
 from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.dead_letter_store import LONGEST_ERROR
+from aviso_workers.engine.dead_letter_store import LONGEST_TEXTS
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.shields import Shield
-from aviso_workers.engine.subscription import LONGEST_WAIT_SECONDS
 from aviso_workers.errors import BackendError, OutcomeUnknownError, RefusedError, UnavailableError, UndecodableError
 from aviso_workers.events import (
     DeadLetterCallFailed,
@@ -31,8 +32,7 @@ from aviso_workers.events import (
     Settled,
 )
 from aviso_workers.sessions.session import Session
-from aviso_workers.state import parts
-from aviso_workers.state.dead_letter_records import DeadLetter, retry_of
+from aviso_workers.state.dead_letter_records import COMPRESSED, MAX_RESTORED_BYTES, DeadLetter, retry_of, unwrap
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts, NotifyStep, Store, Stored, Working
@@ -54,16 +54,8 @@ class DeadLetterGuard(InMemoryBackend):
         super().__init__(config.InMemory(max_history_per_topic=1000))
         self.closed: BackendError | None = None
         self.slow_seconds = 0.0
-        self.closes_after_first_part = False
         self.counts_refused = False
         self.looks = 0
-        self.unreadable = ""
-        """A stream that cannot be read."""
-
-    def read(self, stream: str, **stated: Any) -> AsyncGenerator[Message, None]:
-        if stream == self.unreadable:
-            raise UnavailableError("no answer")
-        return super().read(stream, **stated)
 
     async def publish(self, message: Message, *, stream: str, **stated: Any) -> PubAck:
         if self.counts_refused and stream.endswith("_failures"):
@@ -72,8 +64,6 @@ class DeadLetterGuard(InMemoryBackend):
             raise self.closed
         if stream == DEAD_LETTERS:
             await anyio.sleep(self.slow_seconds)
-        if self.closes_after_first_part and stream == DEAD_LETTERS:
-            self.closed = UnavailableError("no answer")
         return await super().publish(message, stream=stream, **stated)
 
     async def stream_info(self, stream: str, **stated: Any) -> StreamInfo:
@@ -347,34 +337,90 @@ async def test_on_dead_letter_waits_until_the_dead_letter_is_stored_and_each_fai
     assert {str(event.error) for event in failed} == {"away"}
 
 
-async def test_a_large_dead_letter_of_which_one_part_is_stored_keeps_its_original(
-    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
-) -> None:
-    @router.agent("mars")
-    async def index(notification: Notification[Field]) -> None: ...
-
-    data = b"x" * (backend.connection.max_payload - 150)
-    backend.closes_after_first_part = True
-    async with working(index):
-        await store("mars.od.6", data)
-        (first,) = await facts.wait_for(Settled)
-        assert (first.outcome, first.reason) == ("retried", "dead_letter_failed")
-        assert [parts.is_first_part(message) for message in await stored(DEAD_LETTERS)] == [True]
-        backend.closes_after_first_part = False
-        backend.closed = None
-        await facts.wait_for(Settled, 2)
-    dead_letters = [message for message in await stored(DEAD_LETTERS) if not parts.is_first_part(message)]
-    assert [(await parts.whole(backend, DEAD_LETTERS, dead_letter)).data for dead_letter in dead_letters] == [data]
-
-
-async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_being_stored(
+@pytest.mark.parametrize(
+    ("spare", "longest"), [(4096, LONGEST_TEXTS[0]), (2048, LONGEST_TEXTS[1]), (1536, LONGEST_TEXTS[2])]
+)
+async def test_the_error_of_a_large_dead_letter_is_cut_so_that_all_fits(
     backend: DeadLetterGuard,
     router: Router,
     store: Store,
     stored: Stored,
     working: Working,
     facts: Facts,
-    monkeypatch: pytest.MonkeyPatch,
+    spare: int,
+    longest: int,
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[str]) -> None:
+        raise Reject("no " * 1000)
+
+    data = msgspec.json.encode("x" * (backend.connection.max_payload - spare))
+    async with working(index):
+        await store("mars.od.6", data, {"class": "od"})
+        await facts.wait_for(Settled)
+    (dead_letter,) = await stored(DEAD_LETTERS)
+    headers = present(dead_letter.headers)
+    assert (dead_letter.data == data, headers["class"], COMPRESSED in headers) == (True, "od", False)
+    assert len(headers["Aviso-Error"]) == longest
+    assert len(headers["Aviso-Traceback"]) <= longest
+
+
+async def test_a_dead_letter_that_is_still_too_large_is_compressed(
+    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    data = b"x\r\n\r\n" * ((backend.connection.max_payload - 150) // 5)
+    sent = {"class": "od", "note": "here: and there", "Aviso-Agent": "another"}
+    async with working(index):
+        await store("mars.od.6", data, sent)
+        await facts.wait_for(Settled)
+    (message,) = await stored(DEAD_LETTERS)
+    dead_letter = DeadLetter.read(message)
+    assert (present(message.headers)[COMPRESSED], "class" in present(message.headers)) == ("zlib", False)
+    assert (dead_letter.agent, dead_letter.error[:15]) == ("index", "UndecodableErro")
+    assert (dead_letter.original.subject, dead_letter.original.data == data) == ("mars.od.6", True)
+    kept = present(dead_letter.original.headers)
+    assert {name: kept[name] for name in ("class", "note")} == {"class": "od", "note": "here: and there"}
+    retry, _ = retry_of(dead_letter)
+    original, stream = unwrap(retry)
+    assert (stream, original.data == data, present(original.headers)["class"]) == ("MARS", True, "od")
+
+
+async def test_headers_that_leave_no_room_for_ours_are_kept_compressed(
+    router: Router, store: Store, stored: Stored, working: Working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    async with working(index):
+        await store("mars.od.6", b"?", {"all": "ä:" * 21_000})
+        await facts.wait_for(Settled)
+    (message,) = await stored(DEAD_LETTERS)
+    original = DeadLetter.read(message).original
+    assert (original.data, present(original.headers)["all"]) == (b"?", "ä:" * 21_000)
+
+
+async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_being_stored(
+    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
+) -> None:
+    @router.agent("mars")
+    async def index(notification: Notification[Field]) -> None: ...
+
+    async with working(index):
+        await store("mars.od.6", random.Random(1).randbytes(backend.connection.max_payload - 150))
+        (refused,) = await facts.wait_for(DeadLettersRefused)
+        assert (refused.again_in_seconds, "does not fit into a message" in str(refused.error)) == (300, True)
+        await store("mars.od.12", b"?")
+        await facts.wait_for(Settled, 2)
+    assert [(each.outcome, each.sequence) for each in facts.of(Settled)] == [("retried", 1), ("dead_lettered", 2)]
+    assert [present(message.headers)["Aviso-Subject"] for message in await stored(DEAD_LETTERS)] == ["mars.od.12"]
+    assert [message.subject for message in await stored("MARS")] == ["mars.od.6", "mars.od.12"]
+
+
+async def test_a_server_of_small_messages_has_small_dead_letters(
+    router: Router, store: Store, stored: Stored, working: Working, facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
@@ -382,138 +428,49 @@ async def test_a_dead_letter_that_cannot_be_made_to_fit_keeps_no_other_from_bein
     monkeypatch.setattr(InMemoryConnection, "max_payload", 2000)
     async with working(index):
         await store("mars.od.6", b"?", {"all": "x" * 1500})
-        (refused,) = await facts.wait_for(DeadLettersRefused)
-        assert (refused.again_in_seconds, "does not fit into two messages" in str(refused.error)) == (300, True)
-        await store("mars.od.12", b"?")
-        _, second = await facts.wait_for(Settled, 2)
-    assert (second.outcome, second.sequence) == ("dead_lettered", 2)
-    assert [present(message.headers)["Aviso-Subject"] for message in await stored(DEAD_LETTERS)] == ["mars.od.12"]
-
-
-async def test_a_rest_whose_first_part_is_gone_is_no_dead_letter(
-    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
-) -> None:
-    @router.agent("mars")
-    async def index(notification: Notification[Field]) -> None: ...
-
-    async with working(index):
-        await store("mars.od.6", b"x" * (backend.connection.max_payload - 150))
         await facts.wait_for(Settled)
-    first, rest = await stored(DEAD_LETTERS)
-    await backend.delete_message(DEAD_LETTERS, first.sequence)
-    with pytest.raises(UndecodableError, match=f"lacks its first part, which was {first.sequence}"):
-        await parts.whole(backend, DEAD_LETTERS, rest)
+    (message,) = await stored(DEAD_LETTERS)
+    assert sum(len(name) + len(value) for name, value in present(message.headers).items()) + len(message.data) < 2000
+    assert present(DeadLetter.read(message).original.headers)["all"] == "x" * 1500
 
 
-async def test_a_large_dead_letter_that_is_tried_again_is_one_again_where_its_first_part_is_gone(
-    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
+async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_compressed(
+    router: Router, store: Store, stored: Stored, working: Working, facts: Facts
 ) -> None:
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
 
-    await store("mars.od.6", b"x" * (backend.connection.max_payload - 150))
-    async with working(index):
-        await facts.wait_for(Settled)
-        backend.unreadable = RETRIES
-        await retry_large(backend, stored)
-        await backend.delete_message(RETRIES, 1)
-        backend.unreadable = ""
-        with anyio.fail_after(60):
-            _, again = await facts.wait_for(Settled, 2)
-    assert (again.outcome, again.reason) == ("dead_lettered", "undecodable")
-    assert len([message for message in await stored(DEAD_LETTERS) if not parts.is_first_part(message)]) == 2
-
-
-async def test_a_large_dead_letter_that_is_tried_again_waits_until_its_first_part_can_be_read(
-    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
-) -> None:
-    seen: list[str] = []
-    broken = True
-
-    @router.agent("mars")
-    async def index(notification: Notification[str]) -> None:
-        if broken:
-            raise Reject("not today")
-        seen.append(notification.payload)
-
-    text = "x" * (backend.connection.max_payload - 150)
-    await store("mars.od.6", msgspec.json.encode(text))
-    async with working(index):
-        await facts.wait_for(Settled)
-        broken, backend.unreadable = False, RETRIES
-        await retry_large(backend, stored)
-        await anyio.sleep(1)
-        backend.unreadable = ""
-        with anyio.fail_after(LONGEST_WAIT_SECONDS):
-            _, again = await facts.wait_for(Settled, 2)
-    assert (again.outcome, seen) == ("acked", [text])
-
-
-async def retry_large(backend: DeadLetterGuard, stored: Stored) -> PubAck:
-    """Hand the one dead letter, which is stored in two parts, back to its agent; returns where its rest is."""
-    acks: list[PubAck] = []
-
-    async def publish(part: Message, part_id: str) -> PubAck:
-        acks.append(await backend.publish(part, message_id=part_id, stream=RETRIES, timeout_seconds=1))
-        return acks[-1]
-
-    _, rest = await stored(DEAD_LETTERS)
-    retry, message_id = retry_of(DeadLetter.read(await parts.whole(backend, DEAD_LETTERS, rest)))
-    await parts.store(retry, message_id, publish, max_payload=backend.connection.max_payload)
-    return acks[-1]
-
-
-async def test_a_rest_takes_the_first_part_of_no_other_letter(
-    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
-) -> None:
-    """Sequences begin at 1 again where the stream was recreated."""
-
-    @router.agent("mars")
-    async def index(notification: Notification[Field]) -> None: ...
-
-    async with working(index):
-        await store("mars.od.1", b"?")
-        await facts.wait_for(Settled, 1)
-        for step in (2, 3):
-            await store(f"mars.od.{step}", b"%d" % step * (backend.connection.max_payload - 150))
-            await facts.wait_for(Settled, step)
-    small, first_of_another, _, _, rest = await stored(DEAD_LETTERS)
-    for other in (small, first_of_another, rest):
-        wrong = structs.replace(rest, headers={**present(rest.headers), parts.FIRST_PART: str(other.sequence)})
-        with pytest.raises(UndecodableError, match="lacks its first part"):
-            await parts.whole(backend, DEAD_LETTERS, wrong)
-    assert (await parts.whole(backend, DEAD_LETTERS, rest)).data == b"3" * (backend.connection.max_payload - 150)
-
-
-@pytest.mark.parametrize("header", parts.HEADERS)
-async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_a_part(
-    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts, header: str
-) -> None:
-    @router.agent("mars")
-    async def index(notification: Notification[Field]) -> None: ...
-
-    await store("mars.od.6", b"?", {header: "7"})
+    await store("mars.od.6", b"?", {COMPRESSED: "zlib"})
     async with working(index):
         await facts.wait_for(Settled)
     (dead_letter,) = await stored(DEAD_LETTERS)
-    assert not parts.is_first_part(dead_letter)
-    assert (await parts.whole(backend, DEAD_LETTERS, dead_letter)).data == b"?"
+    assert DeadLetter.read(dead_letter).original.data == b"?"
 
 
-async def test_what_hands_a_large_dead_letter_back_names_no_part_of_the_letter(
-    backend: DeadLetterGuard, router: Router, store: Store, stored: Stored, working: Working, facts: Facts
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"no zlib", "cannot be decompressed"),
+        (zlib.compress(b"no headers"), "holds no headers"),
+        (zlib.compress(b"a:1\r\n\r\n" + b"x" * 5000)[:-3], "is cut, or larger"),
+        (zlib.compress(b"a:1\r\n\r\n" + b"0" * MAX_RESTORED_BYTES), "is cut, or larger"),
+    ],
+    ids=["no zlib", "no headers", "cut", "larger than any message"],
+)
+async def test_what_only_says_that_it_is_compressed_is_neither_read_nor_handled(
+    router: Router, store: Store, stored: Stored, working: Working, facts: Facts, body: bytes, why: str
 ) -> None:
-    """It would be taken for a rest without its first part where the server takes larger messages than it did."""
-
     @router.agent("mars")
     async def index(notification: Notification[Field]) -> None: ...
 
-    await store("mars.od.6", b"x" * (backend.connection.max_payload - 150))
+    await store("mars.od.6", b"?")
     async with working(index):
         await facts.wait_for(Settled)
-    _, rest = await stored(DEAD_LETTERS)
-    retry, _ = retry_of(DeadLetter.read(await parts.whole(backend, DEAD_LETTERS, rest)))
-    assert set(parts.HEADERS) & set(retry.headers or {}) == set()
+    (message,) = await stored(DEAD_LETTERS)
+    forged = structs.replace(message, data=body, headers={**present(message.headers), COMPRESSED: "zlib"})
+    with pytest.raises(UndecodableError, match=why):
+        DeadLetter.read(forged)
+    assert unwrap(forged) == (forged, RETRIES)
 
 
 async def test_a_stream_of_dead_letters_that_does_not_answer_is_looked_at_again(
@@ -543,7 +500,7 @@ async def test_a_stream_of_dead_letters_that_does_not_answer_is_looked_at_again(
         ("a\r\nX-Injected: 1\x0b\x1cb", "ValueError: a X-Injected: 1 b"),
         ("bad name 'caf\udce9'", "ValueError: bad name 'caf?'"),
         ("grüße", "ValueError: grüße"),
-        ("x" * 10_000, f"ValueError: {'x' * 10_000}"[:LONGEST_ERROR]),
+        ("x" * 10_000, f"ValueError: {'x' * 10_000}"[: LONGEST_TEXTS[0]]),
     ],
 )
 async def test_any_text_of_an_error_fits_into_a_header(

@@ -27,7 +27,6 @@ from aviso_workers.state import (
     dead_letter_records,
     delayed_messages,
     failure_counts,
-    parts,
     window_records,
 )
 from aviso_workers.state.timer_records import Claim
@@ -52,8 +51,7 @@ OURS = {
     "Aviso-Error": "ValueError: no",
     "Aviso-Traceback": "a.py:1 index",
     "Aviso-Message-Id": "mine",
-    "Aviso-First-Part": "3",
-    "Aviso-Header-Bytes": "4",
+    "Aviso-Compressed": "zlib",
     "Nats-Scheduler": delayed_messages.waiting("MARS", "mine"),
 }
 SPATIAL = {"spatial_bbox": "52.4,13.4,52.6,13.6", "spatial_geometry": POLYGON, "spatial_point_cloud": "[[52.5,13.5]]"}
@@ -104,7 +102,7 @@ OF_HEADERS: dict[str, Callable[[Message], object]] = {
     "a dead letter": dead_letter_records.DeadLetter.read,
     "a retry": dead_letter_records.unwrap,
     "what is due": delayed_messages.original,
-    "two parts": lambda message: (parts.first_part_of(message), parts.joined(message.data, message)),
+    "a compressed retry": lambda message: dead_letter_records.unwrap(dead_letter_records.compressed(message)),
 }
 OF_JSON: dict[str, tuple[bytes, type]] = {
     "a claim": (b'{"time":"2026-11-22T06:00:00Z","token":3}', Claim),

@@ -26,6 +26,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.backends.jetstream import JetStreamBackend, unreadable
 from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.config.nats_server import Permissions, Subjects
+from aviso_workers.engine.dead_letter_store import message_at
 from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream.subjects import pattern
 from aviso_workers.ops import permissions
@@ -34,7 +35,6 @@ from aviso_workers.spark import writers
 from aviso_workers.spark.data_source import AvisoDataSource
 from aviso_workers.state import dead_letter_records
 from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
-from aviso_workers.state.parts import message_at
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
 
@@ -125,7 +125,7 @@ async def work(configure: Configure) -> None:
 async def read_what_is_seldom_read(app: App) -> None:
     """As a worker does that follows one that was killed, and one whose answers were lost."""
     backend = app.session.backend
-    for stream in (DEAD_LETTERS, RETRIES, DELAYED, "MARS"):
+    for stream in (DEAD_LETTERS, DELAYED, "MARS"):
         assert await message_at(backend, stream, 10_000) is None
     for bucket in (
         "field__newest",
