@@ -221,7 +221,7 @@ class KeyState(Struct, Generic[A], frozen=True, kw_only=True, omit_defaults=True
     open: dict[int, A] = {}
     """The values of the windows that are not done, by start."""
     sizings: Sizings = ()
-    """By which the key's windows were opened, and are. Empty where an older version wrote the state; see `sized`."""
+    """By which the key's windows were opened, and are. Empty for a new key; see `sized`."""
     ends: dict[int, int] = {}
     """By start, the ends of the windows of `open` that were dead letters: they may be older than all `sizings`."""
     closed: int = NEVER
@@ -263,20 +263,15 @@ class WindowProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """As `KeyState.closed`."""
     settled: SettledUpTo = SettledUpTo()
     sizings: Sizings = ()
-    """By which new states are begun. Empty until the first worker of this version counts or closes."""
+    """By which new states are begun. Empty until the first worker counts or closes."""
     functions: dict[str, str] = {}
     """The `Windowing.fingerprints` of the worker that closes windows."""
     values: str = ""
     """The fingerprint of the type of the windows' values; only workers whose type has it count and close."""
 
 
-class CountedPage(
-    Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"counted": "bits", "missed": "missed_bits"}
-):
-    """Which sequences of one page (`jetstream.sequences`) were counted, whatever their keys.
-
-    Its fields are not called as those of `KeyState`, because versions before pages read it as one, which is empty then.
-    """
+class CountedPage(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which sequences of one page (`jetstream.sequences`) were counted, whatever their keys."""
 
     created: float
     """When the stream was created whose sequences these are."""
@@ -347,7 +342,7 @@ def sized(state: KeyState[A], sizings: Sizings, *, passed: int) -> KeyState[A]:
     """Return the state whose windows are as the newest of these sizings, which are those of all keys, as soon as that
     can be; as it was, where they are. `passed` is as in `add`.
 
-    A state without sizings is of a new key, or was written by an older version, which knew one size.
+    A state without sizings is of a new key.
     """
     if state.sizings == sizings:
         return state

@@ -277,7 +277,7 @@ class Claims:
             self._last = self._in_doubt[entry.message_id]
         else:
             self._last = entry.time if claim.time - entry.time > MAX_SKEW else claim.time
-            if claim.schedule not in ("", self._schedule.text):
+            if claim.schedule != self._schedule.text:
                 await self._begin(
                     max(self._last, now - timedelta(seconds=timers.LATE_SECONDS)), revision=entry.revision
                 )
@@ -300,7 +300,7 @@ class Claims:
             return structs.replace(claim, time=claim.time.astimezone(UTC))
         except (UndecodableError, OverflowError) as error:
             self._events.emit(Unreadable(stream=f"KV_{self._bucket.name}", sequence=entry.revision, error=error))
-            return Claim(time=entry.time)
+            return Claim(time=entry.time, schedule=self._schedule.text)
 
     async def claim(self, tick: datetime) -> bool:
         """Return whether it is ours to run. Raises `ConflictError` where another leader has claimed one since, or where

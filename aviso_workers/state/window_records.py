@@ -82,8 +82,8 @@ class KeptWindow(Struct, frozen=True, kw_only=True):
     """Seconds since 1970 UTC, as the end."""
     end: Annotated[int, Meta(ge=EARLIEST, le=LATEST)]
     value: Any
-    values: str = ""
-    """As `WindowProgress.values`; empty where an older version stored the dead letter."""
+    values: str
+    """As `WindowProgress.values`."""
 
 
 def is_window(stream: str, *, app: str, agent: str) -> bool:
@@ -102,7 +102,7 @@ async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: s
     kept = read_json(dead_letter.data, KeptWindow)
     bucket = await backend.key_value(bucket_of(app, agent))
     values = read_progress(await bucket.get(PROGRESS)).values
-    if kept.values and values not in ("", kept.values):
+    if values not in ("", kept.values):
         raise RefusedError(
             f"a window of agent {agent} has a value of another type than its windows have now: retry its dead letter "
             "while a version with that type runs, or handle its body (`aviso-workers dead-letters show`) yourself"

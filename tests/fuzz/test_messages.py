@@ -105,15 +105,18 @@ OF_HEADERS: dict[str, Callable[[Message], object]] = {
     "a compressed retry": lambda message: dead_letter_records.unwrap(dead_letter_records.compressed(message)),
 }
 OF_JSON: dict[str, tuple[bytes, type]] = {
-    "a claim": (b'{"time":"2026-11-22T06:00:00Z","token":3}', Claim),
+    "a claim": (b'{"time":"2026-11-22T06:00:00Z","token":3,"schedule":"1h"}', Claim),
     "a record": (
         b'{"stream_created":"2026-11-22T06:00:00Z","ack_floor":3,"filter_subjects":["a.>"],'
         b'"time":"2026-11-22T06:00:00Z","longest_seconds":60.0}',
         consumer_records.ConsumerRecord,
     ),
-    "a window of a dead letter": (b'{"start":1700000000,"end":1700003600,"value":{"a":1}}', window_records.KeptWindow),
+    "a window of a dead letter": (
+        b'{"start":1700000000,"end":1700003600,"value":{"a":1},"values":"x"}',
+        window_records.KeptWindow,
+    ),
     "progress": (b'{"closed":1700000000,"settled":{"sequence":7,"time":1700000000.5}}', windows.WindowProgress),
-    "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"bits":"AAAA"}', windows.CountedPage),
+    "a page": (b'{"created":1700000000.5,"newest":1700000001.5,"counted":"AAAA"}', windows.CountedPage),
 }
 TEXTS: dict[str, tuple[bytes, Callable[[str], object], type[Exception]]] = {
     "a subject": (b"mars.od.0001.g.2026%2E1.0000.oper.12", topics.check_subject, UndecodableError),
