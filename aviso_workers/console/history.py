@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, unquote, urlencode, urlsplit
 import anyio
 import h11
 import msgspec
+from anyio.abc import ByteStream
 from msgspec import Struct
 
 from aviso_workers.errors import describe
@@ -77,11 +78,10 @@ async def rates(url: str) -> Rates:
 async def _asked(url: str, query: str) -> bytes:
     """Return the body of the answer to a query. Raises what a network and a foreign program cause, and `ValueError`."""
     to = urlsplit(url if "://" in url else f"http://{url}")
-    port = to.port or (443 if to.scheme == "https" else 80)
     target = f"{to.path.rstrip('/')}/api/v1/query?{urlencode({'query': query})}" + (f"&{to.query}" if to.query else "")
     request = h11.Request(method="GET", target=target, headers=_headers(to))
     connection, body = h11.Connection(h11.CLIENT), bytearray()
-    async with await anyio.connect_tcp(to.hostname or "", port, tls=to.scheme == "https") as stream:
+    async with await _connected(to) as stream:
         await stream.send((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
         while True:
             event = connection.next_event()
@@ -101,6 +101,13 @@ async def _asked(url: str, query: str) -> bytes:
                     return bytes(body)
                 case h11.ConnectionClosed() | h11.PAUSED:
                     raise ValueError("no answer")
+
+
+async def _connected(to: SplitResult) -> ByteStream:
+    host = to.hostname or ""
+    if to.scheme == "https":
+        return await anyio.connect_tcp(host, to.port or 443, tls=True)
+    return await anyio.connect_tcp(host, to.port or 80)
 
 
 def _headers(to: SplitResult) -> list[tuple[str, str]]:

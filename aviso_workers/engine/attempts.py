@@ -242,7 +242,7 @@ class Failures:
         return failure_counts.key_of(self._agent, self._stream, *key)
 
     def _began(self, key: Key) -> str:
-        """Return the key of the record that a handler began, which is not the count: older versions read that too."""
+        """Return the key of the record that a handler began, which is not the count."""
         return f"{self._name(key)}.began"
 
 

@@ -482,10 +482,8 @@ def _given_id(given: Sequence[Notify]) -> str | None:
 
 def _whole(messages: Sequence[Message]) -> Message:
     """Return one message whose id stands for the whole batch."""
-    subject = " ".join(f"{message.subject} {message.headers}" for message in messages)
-    if any(b"\n" in message.data for message in messages):  # no JSON of ours, whose ids are those of older versions
-        subject += f" {[len(message.data) for message in messages]}"
-    return Message(subject=subject, data=b"\n".join(message.data for message in messages))
+    subject = " ".join(f"{message.subject} {message.headers} {len(message.data)}" for message in messages)
+    return Message(subject=subject, data=b"".join(message.data for message in messages))
 
 
 def _receipt(prepared: _Prepared) -> Receipt:

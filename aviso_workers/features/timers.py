@@ -265,7 +265,7 @@ class Claims(Struct, eq=False):
             self.claimed = self.in_doubt[entry.message_id]
         else:
             self.claimed = entry.time if claim.time - entry.time > MAX_SKEW else claim.time
-            if claim.schedule not in ("", self.schedule.text):
+            if claim.schedule != self.schedule.text:
                 await self._begin(
                     max(self.claimed, now - timedelta(seconds=timers.LATE_SECONDS)), revision=entry.revision
                 )
@@ -286,7 +286,7 @@ class Claims(Struct, eq=False):
             return structs.replace(claim, time=claim.time.astimezone(UTC))
         except (UndecodableError, OverflowError) as error:
             self.events.emit(Unreadable(stream=f"KV_{self.bucket.name}", sequence=entry.revision, error=error))
-            return Claim(time=entry.time)
+            return Claim(time=entry.time, schedule=self.schedule.text)
 
     async def claim(self, tick: datetime) -> bool:
         """Return whether it is ours to run. Raises `ConflictError` where another leader has claimed one since, or where

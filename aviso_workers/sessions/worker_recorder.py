@@ -49,7 +49,13 @@ async def keep_recorded(backend: Backend, app: str, at_work: Callable[[], dict[s
     key = encode_key(f"{app}.{host}.{process}.{secrets.token_hex(4)}")
     started, begun = clocks.utc_now(clock), clock.monotonic()
     record = WorkerRecord(
-        host=host, process=process, member=MEMBER.get(), version=__version__, started=started, agents={}
+        host=host,
+        process=process,
+        member=MEMBER.get(),
+        version=__version__,
+        started=started,
+        age_seconds=0.0,
+        agents={},
     )
     try:
         while True:

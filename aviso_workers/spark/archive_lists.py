@@ -2,9 +2,8 @@
 
 The form is that of the log of Spark's own file sink: a line with the version, and a JSON document for each file. So
 `spark.read.parquet` reads it, of any Spark. The first document has one field more, which Spark passes over: a digest of
-the list. By it a list that was cut is distinguished from a shorter one, also where it was cut at the end of a line. Two
-kinds of list have no digest and cannot prove that they are whole: those of versions before this one, and those of no
-files.
+the list. By it a list that was cut is distinguished from a shorter one, also where it was cut at the end of a line.
+Only a list of no files has no digest, and cannot prove that it is whole.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ class FileList(Struct, frozen=True, kw_only=True):
     number: int = -1
     """The number of its batch; -1 where there is no list yet."""
     entries: Sequence[ArchivedFile] = ()
-    is_proven: bool = False
-    """Whether a digest shows that nothing of it is missing."""
 
 
 class _Sealed(Struct):
@@ -79,9 +76,9 @@ def decode(text: bytes, *, number: int) -> FileList:
         sealed = msgspec.json.decode(documents[0], type=_Sealed) if documents else _Sealed()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"a line of it cannot be read: {error}") from error
-    if sealed.digest and _digest(text.replace(_seal(sealed.digest), b"", 1)) != sealed.digest:
-        raise ValueError("it is not whole: its digest is that of another list")
-    return FileList(number=number, entries=entries, is_proven=bool(sealed.digest))
+    if documents and _digest(text.replace(_seal(sealed.digest), b"", 1)) != sealed.digest:
+        raise ValueError("it is not whole: its digest is missing, or that of another list")
+    return FileList(number=number, entries=entries)
 
 
 def _joined(documents: Iterable[bytes]) -> bytes:

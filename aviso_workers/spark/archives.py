@@ -274,11 +274,11 @@ class _Archive:
             for name in there
             if (ours := OURS.fullmatch(name)) and int(ours[1]) != newest.number + 1 and name not in names
         ]
-        if left and not newest.is_proven:
+        if left and not newest.entries:
             raise PipelineError(
                 f"{self.root} has {len(left)} files that are not in its newest list, such as {left[0]}, and "
-                f"{LOG}/{newest.number}.compact cannot prove that it is whole: it names no file, or an older version "
-                "wrote it. No file was removed. Put a good copy of it back, or archive to a new directory; where you "
+                f"{LOG}/{newest.number}.compact names no file, so it cannot prove that it is "
+                "whole. No file was removed. Put a good copy of it back, or archive to a new directory; where you "
                 "know that the archive has the rows of these files, as after a run that was killed, move them away"
             )
         return left

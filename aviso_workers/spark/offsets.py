@@ -31,9 +31,9 @@ class Offset(Struct, frozen=True, kw_only=True):
     stream: str
     created: str
     sequence: int
-    partitions: int | None = None
+    partitions: int
     """Of how many partitions at most the batch is that ends here, so that a repeat of it has the same ones, whatever
-    the options are then; None in checkpoints of older versions."""
+    the options are then."""
 
     @classmethod
     def parse(cls, found: Mapping[str, Any]) -> Offset:

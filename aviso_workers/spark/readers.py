@@ -249,8 +249,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         begin, until = Offset.parse(start), Offset.parse(end)
         info = self._last_seen()
         first = self._left(info, begin).sequence + 1
-        partitions = until.partitions or self._plan.reading.partitions
-        return offsets.split(first, until.sequence, partitions=partitions, created=until.created)
+        return offsets.split(first, until.sequence, partitions=until.partitions, created=until.created)
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         return _batches(self._plan, self._wanted, partition)

@@ -107,7 +107,7 @@ async def record(backend: Backend, config: Config, app: Router[Any]) -> None:
 
 async def stored(backend: Backend, app: str) -> Document | None:
     """Return the document that a worker has recorded, or a dict with `LEFT_OUT`, also where what is recorded cannot be
-    read; None where there is nothing, as of a version that records none. Raises `BackendError`.
+    read; None where there is nothing. Raises `BackendError`.
     """
     if (entry := await consumer_records.entry(backend, declarations.document_key(app))) is None:
         return None

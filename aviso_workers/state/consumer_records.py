@@ -101,7 +101,7 @@ class ConsumerRecord(Struct, frozen=True, kw_only=True):
     longest_seconds: float = STUCK_SECONDS
     """How long the agent's policy lets a notification be unfinished."""
     attempt_seconds: float | None = None
-    """How long it lets one attempt take; None in a record of a version that did not say it."""
+    """How long it lets one attempt take; None where an operator's command wrote the record."""
     removed: bool = False
     """Whether an operator has removed the consumer since: then it is recreated at the agent's `start`."""
 

@@ -85,9 +85,9 @@ class AppDeclarations(Struct, frozen=True, kw_only=True):
     timers: dict[str, str]
     """Timers, and the schedule of each as text."""
     tasks: tuple[str, ...]
-    policies: dict[str, dict[str, str]] = {}
-    """By agent, its policy as `policy` returns it; none in a record of a version that did not say it."""
-    code: dict[str, str] = {}
+    policies: dict[str, dict[str, str]]
+    """By agent, its policy as `policy` returns it."""
+    code: dict[str, str]
     """By module that the functions of agents, timers and tasks are in, the digest of its file."""
     event_types: dict[str, Any]
     """The entries of `notification_schema` of the event types that its agents read, or that its code declares."""
@@ -188,12 +188,12 @@ def _noted(kept: tuple[Deploy, ...], known: AppDeclarations | None, found: AppDe
 
 
 def _changes(known: AppDeclarations, found: AppDeclarations) -> Iterator[str]:
-    """Yield in words what is different from the record before, which one of an older version may not say."""
+    """Yield in words what is different from the record before."""
     before, now = _settings(known), _settings(found)
     for name in [*before, *(each for each in now if each not in before)]:
         if name not in before or name not in now:
             yield f"{name} {_word(name, before, now)}"
-        for setting in sorted(before[name].keys() | now[name].keys()) if before.get(name) and name in now else ():
+        for setting in sorted(before[name].keys() | now[name].keys()) if name in before and name in now else ():
             was, is_ = before[name].get(setting, "none"), now[name].get(setting, "none")
             if was != is_ and name in ("code", "event types"):  # of which the values tell nobody anything
                 yield f"{setting} {_word(setting, before[name], now[name])}"

@@ -90,7 +90,7 @@ class LastFailure(Struct, frozen=True, kw_only=True):
     until: datetime
     """When it is over, if it does not fail again."""
     written: datetime
-    """When this was recorded, by the server's clock; in a record of an older version, by that of the worker."""
+    """When this was recorded, by the server's clock."""
     times: int
     """How often it has failed since then, in all workers."""
     retrying: tuple[Retrying, ...] = ()

@@ -47,10 +47,10 @@ class Claim(Struct, frozen=True, kw_only=True):
 
     time: Time
     token: int = 0
-    schedule: str = ""
-    """`Schedule.text` of the timer whose tick it was; empty where an older version has claimed it."""
+    schedule: str
+    """`Schedule.text` of the timer whose tick it was."""
     since: Time | None = None
-    """Since when every tick of the schedule was begun; None where that is not known, as for an older version."""
+    """Since when every tick of the schedule was begun; None after a claim that could not be read."""
     before: Time | None = None
     """The last tick that was begun before `since`. Those between the two were missed."""
 

@@ -3,7 +3,7 @@
 Both are in the bucket of `consumer_records`. Each paused timer has a record, `<app>/timers/<timer>/pause`, that workers
 read before each tick. The last runs of all timers are one record, `<app>/timers/all/run`, so that a worker that looks
 again and again reads one key: who takes a run writes its name there by a compare-and-set before it begins, and at the
-end what became of it. Workers of a version that does not know a record go on as ever.
+end what became of it.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
     version: str
     """Of aviso-workers."""
     started: Time
-    """By the server's clock, as `stored` returns it, where the worker has said its age; else by its own."""
-    age_seconds: float | None = None
-    """How long before it was put the worker has started; None in a record of a version that did not say it."""
+    """By the server's clock, as `stored` returns it; in the bucket by the worker's own."""
+    age_seconds: float
+    """How long before it was put the worker has started."""
     said: datetime | None = None
     """When it was put, by the server's clock, as `stored` returns it."""
     rss: int | None = None
@@ -75,8 +75,8 @@ async def stored(backend: Backend) -> dict[str, list[WorkerRecord]]:
             if (now - entry.time).total_seconds() > TTL_SECONDS:
                 continue  # of a worker that was killed, in a bucket that somebody else has made, without an age
             with suppress(UndecodableError):  # of a version that writes another one, or not ours
-                record = structs.replace(read_json(entry.value, WorkerRecord), said=entry.time)
-                if record.age_seconds is not None:
-                    record = structs.replace(record, started=entry.time - timedelta(seconds=record.age_seconds))
+                record = read_json(entry.value, WorkerRecord)
+                started = entry.time - timedelta(seconds=record.age_seconds)
+                record = structs.replace(record, said=entry.time, started=started)
                 found.setdefault(entry.key.partition(".")[0], []).append(record)
     return found

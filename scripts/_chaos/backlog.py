@@ -246,7 +246,7 @@ async def _store(app: App, count: int, *, delayed: bool) -> None:
 
 async def _miss_ticks(app: App, count: int) -> None:
     """Claim a tick of so long ago that the timer has missed `count` since."""
-    claim = Claim(time=datetime.now(UTC) - count * TICK)
+    claim = Claim(time=datetime.now(UTC) - count * TICK, schedule="every 1s")
     # The bucket is made here, and on three servers its leader may be elected first.
     bucket = RetryingKeyValue(app.session.backend, f"{APP}_timers", patience_seconds=READY_SECONDS, own=True)
     await bucket.put(AGENT, msgspec.json.encode(claim))

@@ -262,7 +262,8 @@ async def test_a_worker_that_says_nothing_more_is_not_listed_in_a_bucket_without
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_records, "TTL_SECONDS", 0.2)
-    record = {"host": "h", "process": 1, "member": "", "version": "1", "started": "2026-11-20T00:00:00Z", "agents": {}}
+    record = {"host": "h", "process": 1, "member": "", "version": "1", "started": "2026-11-20T00:00:00Z"}
+    record |= {"age_seconds": 1.0, "agents": {}}
     async with app:
         bucket = await app.key_value(OF_WORKERS)  # as somebody else has made it
         await bucket.put("contract.h.1.a", json.dumps(record).encode())

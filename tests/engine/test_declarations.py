@@ -125,14 +125,6 @@ async def test_what_changed_is_told_in_words(backend: InMemoryBackend) -> None:
     ]
 
 
-async def test_a_record_that_does_not_say_code_and_policies_is_compared_in_what_it_says(
-    backend: InMemoryBackend,
-) -> None:
-    after = await recorded(backend, app_with("plain"))
-    before = structs.replace(after, code={}, policies={}, version="0.0.9")
-    assert list(declarations._changes(before, after)) == [f"aviso-workers: version: 0.0.9 -> {after.version}"]
-
-
 async def test_of_very_many_changes_the_first_are_told(backend: InMemoryBackend) -> None:
     before = await recorded(backend, app_with("plain"))
     after = structs.replace(before, agents=before.agents | {f"agent{number}": "plain" for number in range(50)})

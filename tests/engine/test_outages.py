@@ -178,8 +178,8 @@ class TestKeys:
         self.shut(outage, "a")
         flow.at_keys = 2
 
-        def begin(_: object, key: str, count: int) -> None:
-            flow.at_keys -= gate.admits(delivery(key), clock.monotonic())
+        def begin(limit: object, key: object, count: int) -> None:
+            flow.at_keys -= gate.admits(delivery(str(key)), clock.monotonic())
 
         flow.open = begin  # type: ignore[method-assign]
         gate.wait("a")

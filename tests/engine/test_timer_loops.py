@@ -719,7 +719,8 @@ async def test_ticks_claimed_by_a_leader_that_was_an_hour_ahead_silence_no_succe
     backend = fleet.streams.peer()
     backend.reconnect()
     claims = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
-    await claims.put("look", msgspec.json.encode(Claim(time=BEGINNING + timedelta(hours=1), token=1)), revision=0)
+    claim = Claim(time=BEGINNING + timedelta(hours=1), token=1, schedule="every 600s")
+    await claims.put("look", msgspec.json.encode(claim), revision=0)
     await fleet.start()
     await fleet.after(1801)
     assert fleet.ticks == [600, 1200, 1800]

@@ -109,7 +109,7 @@ OF_HEADERS: dict[str, Callable[[Message], object]] = {
     "a compressed retry": lambda message: dead_letter_records.unwrap(dead_letter_records.compressed(message)),
 }
 OF_JSON: dict[str, tuple[bytes, type]] = {
-    "a claim": (b'{"time":"2026-11-22T06:00:00Z","token":3}', Claim),
+    "a claim": (b'{"time":"2026-11-22T06:00:00Z","token":3,"schedule":"1h"}', Claim),
     "a record": (
         b'{"stream_created":"2026-11-22T06:00:00Z","ack_floor":3,"filter_subjects":["a.>"],'
         b'"time":"2026-11-22T06:00:00Z","longest_seconds":60.0}',

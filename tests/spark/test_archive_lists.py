@@ -20,16 +20,16 @@ WHOLE = archive_lists.encode([entry(number) for number in range(3)])
 def test_a_list_says_what_was_written_and_that_nothing_is_missing() -> None:
     listed = archive_lists.decode(WHOLE, number=7)
 
-    assert listed == FileList(number=7, entries=[entry(number) for number in range(3)], is_proven=True)
+    assert listed == FileList(number=7, entries=[entry(number) for number in range(3)])
 
 
-def test_a_list_that_was_cut_at_any_place_is_refused_or_names_no_file_and_proves_nothing() -> None:
+def test_a_list_that_was_cut_at_any_place_is_refused_or_names_no_file() -> None:
     for end in range(len(WHOLE)):
         try:
             listed = archive_lists.decode(WHOLE[:end], number=7)
         except ValueError:
             continue
-        assert listed == FileList(number=7, entries=[], is_proven=False), WHOLE[:end]
+        assert listed == FileList(number=7, entries=[]), WHOLE[:end]
 
 
 @pytest.mark.parametrize("changed", [WHOLE.replace(b'"size":2', b'"size":3'), WHOLE + b"\n", WHOLE[1:]])
@@ -38,12 +38,10 @@ def test_a_list_that_was_changed_is_refused(changed: bytes) -> None:
         archive_lists.decode(changed, number=7)
 
 
-def test_a_list_of_an_older_version_is_read_and_proves_nothing() -> None:
-    older = re.sub(rb',"digest":"\w+"', b"", WHOLE)
-
-    assert archive_lists.decode(older, number=7).entries == [entry(number) for number in range(3)]
-    assert not archive_lists.decode(older, number=7).is_proven
+def test_a_list_without_a_digest_is_refused() -> None:
+    with pytest.raises(ValueError, match="its digest is missing"):
+        archive_lists.decode(re.sub(rb',"digest":"\w+"', b"", WHOLE), number=7)
 
 
-def test_an_empty_list_proves_nothing() -> None:
-    assert archive_lists.decode(archive_lists.encode([]), number=7) == FileList(number=7, entries=[], is_proven=False)
+def test_an_empty_list_is_read() -> None:
+    assert archive_lists.decode(archive_lists.encode([]), number=7) == FileList(number=7, entries=[])
