@@ -339,7 +339,10 @@ def test_what_is_no_dead_letter_is_left_out_and_told(run: Run, config: Path, dea
     anyio.run(store)
     ran = run("dead-letters", "ls", "--config", config)
     assert (ran.code, len(ran.lines)) == (0, 1 + 3), "the names of the columns, and what can be read"
-    assert ran.err == f"{DEAD_LETTERS}@4 is left out: message 4 of {DEAD_LETTERS} is not a dead letter: 'Aviso-App'\n"
+    said = (
+        f"{DEAD_LETTERS}@4 is left out: message 4 of {DEAD_LETTERS} is not a dead letter: 'Aviso-App'; to remove it: "
+    )
+    assert ran.err == f"{said}nats stream rmm {DEAD_LETTERS} 4\n"
 
 
 def test_a_date_that_is_none_is_refused_before_anything_is_connected(run: Run, unreachable: Path) -> None:

@@ -93,6 +93,8 @@ class Deployment:
         first = await message_at(self.backend, "MARS", 1)
         assert first is not None
         headers = {
+            "Aviso-App": "contract",
+            "Aviso-Agent": "index",
             "Aviso-Subject": first.subject.replace(".xx.", f".{name}."),
             "Aviso-Stream": "MARS",
             "Aviso-Sequence": "1",
