@@ -402,12 +402,12 @@ class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def refusals(self, host: str, *, key: str = "workers.console.host") -> list[str]:
         """Return why a console must not be served at the address that `key` has; empty where it may be."""
-        tokens, found = {user.token.reveal() for user in self.users.values()}, []
+        tokens, found = {name: user.token.reveal() for name, user in self.users.items()}, []
         if missing := [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]:
             found.append(f"the console needs {missing[0]}, which is missing: pip install 'aviso-workers[console]'")
-        if len(tokens) < len(self.users):
+        if len(set(tokens.values())) < len(tokens):
             found.append("workers.console.users: two users have the same token; a bearer token names its user")
-        weak = [name for name, user in self.users.items() if is_weak(user.token.reveal())]
+        weak = [name for name, token in tokens.items() if token == DOCUMENTED_TOKEN or len(token) < SHORTEST_TOKEN]
         if weak and not is_loopback(host):
             found.append(
                 f"workers.console.users.{weak[0]}.token: {host} can be reached by others, and the token is one of the "
@@ -420,11 +420,6 @@ class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 "proxy in workers.console, or listen on 127.0.0.1"
             )
         return found
-
-
-def is_weak(token: str) -> bool:
-    """Return whether a token of the console can be guessed: it stands in the documentation, or is short."""
-    return token == DOCUMENTED_TOKEN or len(token) < SHORTEST_TOKEN
 
 
 def is_loopback(host: str) -> bool:

@@ -202,7 +202,7 @@ async def _look(admin: Admin, job: Job) -> None:
         job.failed_again, job.read_to = 0, max(job.sequences)
     job.seen = (info.last_sequence, info.messages)
     handed_back = {str(sequence) for sequence in job.sequences - job.left}
-    subjects = [f"{dead_letter_records.SUBJECT}.{app}.{agent}" for app, agent in sorted(job.agents)]
+    subjects = [dead_letter_records.subject_of(app, agent) for app, agent in sorted(job.agents)]
     if job.read_to < info.last_sequence:
         start, last = job.read_to + 1, info.last_sequence
         reading = admin.read(DEAD_LETTERS, filter_subjects=subjects, start_sequence=start, last_sequence=last)

@@ -114,11 +114,11 @@ class _Guard:
 
         if slowed:
             text = f"Too many failed logins from {address}: ask again in some seconds.\n"
-            await PlainTextResponse(text, 429, headers={"retry-after": "10"})(scope, receive, send_guarded)
-            return
-        if visitor is None and request.headers.get("authorization"):
-            await self._slow_down(address)
-        refused = self._refusal(request, visitor)
+            refused: Response | None = PlainTextResponse(text, 429, headers={"retry-after": "10"})
+        else:
+            if visitor is None and request.headers.get("authorization"):
+                await self._slow_down(address)
+            refused = self._refusal(request, visitor)
         await (refused or self._app)(scope, receive, send_guarded)
 
     async def _slow_down(self, address: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import aclosing
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,10 +24,10 @@ from aviso_workers.config import Config
 from aviso_workers.errors import RefusedError, UnavailableError, describe
 from aviso_workers.jetstream import error_codes
 from aviso_workers.state import dead_letter_records
-from aviso_workers.state.dead_letter_records import COMPRESSED, RETRIED, SUBJECT
+from aviso_workers.state.dead_letter_records import COMPRESSED, RETRIED
 from aviso_workers.state.own_streams import DEAD_LETTERS
 
-__all__ = ["DeadLetterStore", "Requeued", "message_at"]
+__all__ = ["DeadLetterStore", "Requeued"]
 
 TIMEOUT_SECONDS = 10.0
 LONGEST_TEXTS = (2000, 200, 40)
@@ -77,7 +76,7 @@ class DeadLetterStore:
             "Aviso-Reason": reason,
         }
         kept = dead_letter_records.without(message.headers, "Nats-", COMPRESSED)
-        original = Message(subject=f"{SUBJECT}.{self._app}.{agent}", data=message.data, headers=kept)
+        original = Message(subject=dead_letter_records.subject_of(self._app, agent), data=message.data, headers=kept)
         # With its time, because a stream that is recreated counts from 1 again. What was tried again and failed again
         # is another letter, although the first may still be there: it is removed a moment after it was copied.
         message_id = f"{self._app}.{agent}.{stream}.{message.sequence}.{message.timestamp_ns}.{kept.get(RETRIED, part)}"
@@ -108,7 +107,7 @@ class DeadLetterStore:
     async def _store_once(self, dead_letter: Message, message_id: str) -> PubAck:
         ack = await self._store(dead_letter, message_id)
         while ack.duplicate:
-            found = await message_at(self._backend, DEAD_LETTERS, ack.sequence)
+            found = await self._backend.message(DEAD_LETTERS, ack.sequence)
             if found is not None and found.subject == dead_letter.subject:
                 break
             # It was dropped meanwhile, and this is another one as well. Or somebody else who may store dead letters of
@@ -171,13 +170,6 @@ class Requeued(Noted, eq=False):
 
     def in_progress(self) -> None:
         self._delivery.in_progress()
-
-
-async def message_at(backend: Backend, stream: str, sequence: int) -> Message | None:
-    """Return the message of that sequence; None where the stream does not hold it. Raises `NotFoundError`."""
-    reading = backend.read(stream, filter_subjects=(), start_sequence=sequence, last_sequence=sequence)
-    async with aclosing(reading):
-        return await anext(reading, None)
 
 
 def _fits(message: Message, *, max_payload: int) -> bool:

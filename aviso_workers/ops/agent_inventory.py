@@ -237,7 +237,7 @@ async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
 
 async def dead_letters_since(admin: Admin, app: str, agent: str, since: datetime) -> int:
     """Return how many dead letters of an agent were stored since then. Raises `BackendError`."""
-    of_agent = (f"{dead_letter_records.SUBJECT}.{app}.{agent}",)
+    of_agent = (dead_letter_records.subject_of(app, agent),)
     return await admin.count(DEAD_LETTERS, filter_subjects=of_agent, start_time=since)
 
 

@@ -13,7 +13,7 @@ the headers and the body of the original are the body, compressed, and the heade
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 
 from msgspec import Struct, structs
@@ -39,6 +39,7 @@ __all__ = [
     "retry_of",
     "retry_subject",
     "stream_spec",
+    "subject_of",
     "unwrap",
     "without",
 ]
@@ -101,7 +102,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
         try:
             if why := answers.why_foreign(message):
                 raise UndecodableError(why)
-            _require_own(message, SUBJECT)
+            _require_own(message, subject_of)
             return cls(
                 sequence=message.sequence,
                 time=store_time(message),
@@ -141,6 +142,11 @@ def retries_spec(config: Config) -> StreamSpec:
     )
 
 
+def subject_of(app: str, agent: str) -> str:
+    """Return the subject of an agent's dead letters."""
+    return f"{SUBJECT}.{app}.{agent}"
+
+
 def retry_subject(app: str, agent: str) -> str:
     """Return where only this agent reads."""
     return f"{RETRIES_SUBJECT}.{app}.{agent}"
@@ -159,7 +165,7 @@ def unwrap(retry: Message) -> tuple[Message, str]:
     """Return the original that a message of the retries carries, and its stream."""
     headers = retry.headers or {}
     try:
-        _require_own(retry, RETRIES_SUBJECT)
+        _require_own(retry, retry_subject)
         return _original(retry), headers["Aviso-Stream"]
     except (KeyError, UndecodableError):
         return (
@@ -168,13 +174,13 @@ def unwrap(retry: Message) -> tuple[Message, str]:
         )  # not written by us: it will not decode, and become a dead letter with its bytes
 
 
-def _require_own(message: Message, subject: str) -> None:
+def _require_own(message: Message, subject_of: Callable[[str, str], str]) -> None:
     """Raise `UndecodableError` where the headers name another agent than the subject, which permissions of the server
     concern; `KeyError` where they name none.
     """
     headers = message.headers or {}
     app, agent = headers["Aviso-App"], headers["Aviso-Agent"]
-    if message.subject != f"{subject}.{app}.{agent}":
+    if message.subject != subject_of(app, agent):
         raise UndecodableError(f"its headers say that it is of agent {app}/{agent}, its subject is {message.subject}")
 
 

@@ -105,7 +105,7 @@ async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: s
     kept = read_json(dead_letter.data, KeptWindow)
     prefix = f"$KV.{bucket_of(app, agent)}."
     key = dead_letter.subject.removeprefix(prefix)
-    if not dead_letter.subject.startswith(prefix) or key == PROGRESS or key.startswith(PAGES):
+    if not dead_letter.subject.startswith(prefix) or is_own(key):
         raise UndecodableError(f"{dead_letter.subject} is no key of the agent's windows")
     bucket = await open_existing(backend, bucket_of(app, agent))
     progress = read_progress(await bucket.get(PROGRESS)) if bucket else WindowProgress()
@@ -178,7 +178,7 @@ class WindowStates:
         """Return the states that can be read. Who counts for a key whose state cannot be read, fails, and is heard."""
         known, self._known = self._known, {}
         for entry in entries:
-            if not is_own(entry):
+            if not is_own(entry.key):
                 found = known.get(entry.key)
                 self._known[entry.key] = found if found and found[0] is entry else (entry, self._readable(entry))
         return {
@@ -262,9 +262,9 @@ def bucket_of(app: str, agent: str) -> str:
     return f"{app}{BUCKET_INFIX}{agent}"
 
 
-def is_own(entry: Entry) -> bool:
-    """Return whether an entry of the bucket is the progress or a page, and no state of a key."""
-    return entry.key == PROGRESS or entry.key.startswith(PAGES)
+def is_own(key: str) -> bool:
+    """Return whether a key of the bucket is that of the progress or of a page, and not of a state."""
+    return key == PROGRESS or key.startswith(PAGES)
 
 
 def pages(entries: Iterable[Entry]) -> Iterator[tuple[Entry, int, SeenPage]]:

@@ -13,7 +13,6 @@ from msgspec import structs
 from aviso_workers import Agent, App, Notification, RetryPolicy, Router
 from aviso_workers.backends import Backend, ConsumerInfo, Message
 from aviso_workers.engine import acknowledging, shared_filters
-from aviso_workers.engine.dead_letter_store import message_at
 from aviso_workers.errors import NotFoundError, RefusedError
 from aviso_workers.events import AckWaitDiffers, AgentStarted, FilterHides, FiltersDiffer
 from aviso_workers.jetstream.fields import SECOND
@@ -90,7 +89,7 @@ class Deployment:
 
     async def retry(self, name: str, body: bytes) -> None:
         """Try a dead letter of this class again, whose original was the first message of the stream."""
-        first = await message_at(self.backend, "MARS", 1)
+        first = await self.backend.message("MARS", 1)
         assert first is not None
         headers = {
             "Aviso-App": "contract",

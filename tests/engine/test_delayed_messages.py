@@ -13,7 +13,6 @@ from msgspec import structs
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.backends import Message, Outgoing, PubAck
 from aviso_workers.clocks import SKEW
-from aviso_workers.engine.dead_letter_store import message_at
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.events import NotRemoved, Overdue, Published, Unreadable
 from aviso_workers.features import delayed_delivery
@@ -191,7 +190,7 @@ async def test_others_are_removed_where_another_worker_was_faster_with_one(
     async def delete_unless_gone(stream: str, sequence: int, **stated: Any) -> None:
         if denied:
             raise DENIED
-        if await message_at(backend, stream, sequence) is not None:
+        if await backend.message(stream, sequence) is not None:
             await delete(stream, sequence, **stated)
         raise NotFoundError("no such message")  # another worker has deleted it just now
 

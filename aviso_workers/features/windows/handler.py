@@ -135,7 +135,7 @@ class WindowHandler:
             raise RefusedError(self._states.other_type)
         try:
             for entry in await self._bucket.entries():
-                if not (window_records.is_own(entry) or entry.foreign):
+                if not (window_records.is_own(entry.key) or entry.foreign):
                     self._states.read_whole(entry)
         except UndecodableError as error:
             self._refused.set()
