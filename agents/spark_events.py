@@ -56,8 +56,6 @@ from aviso_workers.spark.event_log import EventLog, EventLogReader, LogPosition
 from aviso_workers.spark.job_events import JobEvent, SparkApplication
 from aviso_workers.spark.log_directories import LogDirectories
 
-__all__ = ["SparkEvents", "follow_event_logs", "router"]
-
 BUCKET = "spark-events"
 SEARCH_SECONDS = 1.0
 """How often the directories are searched for applications."""

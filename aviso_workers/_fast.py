@@ -13,20 +13,6 @@ from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from typing import Final
 
-__all__ = [
-    "COMPILED",
-    "DATA",
-    "NUMBER",
-    "PENDING",
-    "SEQUENCE",
-    "Arrival",
-    "Stored",
-    "identifier",
-    "split",
-    "stored",
-    "stored_at",
-]
-
 Arrival = tuple[bytes, bytes, bytes, bytes]
 """A message: its subject, reply, header block (both empty where there is none) and data."""
 Stored = tuple[str, bytes, bytes, bytes, int, int, int, int, int]

@@ -59,6 +59,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Events, Measured
+from aviso_workers.jetstream.specs import OURS
 from aviso_workers.sessions.session import Session, is_stopping, open_session
 from aviso_workers.task_groups import task_group
 
@@ -104,6 +105,10 @@ class App(Router[S]):
         super().__init__(name, settings=settings)
         if "__" in name or name.endswith("_"):  # else two apps could have one durable consumer
             raise DeclarationError(f"app name {name!r}: leave out '__' and a last '_', which part it from its agents")
+        if f"{name}_".startswith(OURS):
+            raise DeclarationError(
+                f"app name {name!r}: names of our own streams and readers begin so, choose another one"
+            )
         self.events = Events()
         self._config = _checked(config)
         self._beside: Path | None = Path(sys._getframe(1).f_code.co_filename).absolute().parent
@@ -147,6 +152,11 @@ class App(Router[S]):
         if examined.mistakes:
             raise ConfigError(examined.mistakes)
         return examined.config
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection to the servers now. It is False outside of `async with app:`."""
+        return self._session is not None and self._session.backend.connection.ready
 
     @property
     def session(self) -> Session:
@@ -663,8 +673,8 @@ class App(Router[S]):
         Raises `BackendError` when the connection is refused or lost for good, `ResourceError` when a resource cannot be
         opened.
         """
-        # Aviso's defaults are meant for a process that somebody watches: a worker waits for its servers without end.
-        config = self.config.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0)
+        # Aviso's default is meant for a process that somebody watches: a worker waits for its servers without end.
+        config = self.config.with_defaults(retry_attempts=sys.maxsize)
         async with task_group() as beside:
             beside.start_soon(listeners.work)
             listeners.tell_start(self.warnings())

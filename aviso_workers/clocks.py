@@ -19,19 +19,6 @@ from typing import Protocol
 import anyio
 from anyio.lowlevel import checkpoint
 
-__all__ = [
-    "SKEW",
-    "Clock",
-    "LoopClock",
-    "ScheduledCall",
-    "VirtualClock",
-    "at_rest",
-    "fail_after",
-    "move_on_after",
-    "sleep_until",
-    "utc_now",
-]
-
 SKEW = timedelta(minutes=1)
 """The clocks of two machines differ by less than this. A stream whose leader changed may have messages whose store
 times are that much out of order."""

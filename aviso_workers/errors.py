@@ -124,7 +124,8 @@ class UnknownEventTypeError(InvalidNotificationError):
         self.known = tuple(known)
         near = difflib.get_close_matches(str(event_type), self.known, n=1)
         guess = f"; did you mean {near[0]!r}?" if near else ""
-        super().__init__(f"unknown event type {event_type!r}; event types: {', '.join(self.known) or 'none'}{guess}")
+        names = ", ".join(self.known) or "none, as no configuration file or app that is named declares any"
+        super().__init__(f"unknown event type {event_type!r}; event types: {names}{guess}")
 
 
 class InvalidIdentifierError(InvalidNotificationError):

@@ -17,8 +17,6 @@ from anyio.from_thread import BlockingPortal
 
 from aviso_workers.errors import DeclarationError, OutcomeUnknownError, UnavailableError
 
-__all__ = ["awaited", "call", "refuse_blocking", "running_loop"]
-
 T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., Coroutine[Any, Any, Any] | AsyncGenerator[Any, None]])
 

@@ -21,72 +21,6 @@ from aviso_workers.aviso.literals import printable, quoted
 from aviso_workers.errors import line_of
 from aviso_workers.jetstream.identities import Identity
 
-__all__ = [
-    "CONNECTION",
-    "UNAVAILABLE",
-    "WORKER",
-    "AckWaitDiffers",
-    "Acked",
-    "AgentDisturbed",
-    "AgentMoved",
-    "AgentStarted",
-    "AgentStopped",
-    "CallOverdue",
-    "CallsAbandoned",
-    "CallsFreed",
-    "CallsStuck",
-    "ConnectionChanged",
-    "ConnectionSlow",
-    "ConsumerDiffers",
-    "ConsumerEdited",
-    "DeadLetterCallFailed",
-    "DeadLettersRefused",
-    "DeadLettersStored",
-    "Event",
-    "Events",
-    "Failed",
-    "FailuresNotStored",
-    "FilterHides",
-    "FiltersDiffer",
-    "ForeignAnswer",
-    "FunctionsDiffer",
-    "LeadershipChanged",
-    "LeadershipHindered",
-    "LeadershipUnhindered",
-    "LineageTold",
-    "LogLine",
-    "Many",
-    "Measured",
-    "NotReadAgain",
-    "NotRemoved",
-    "OutageBegan",
-    "OutageEnded",
-    "OutageGoesOn",
-    "Overdue",
-    "Passed",
-    "PermissionDenied",
-    "PublishOutcome",
-    "Published",
-    "Settled",
-    "SettledOutcome",
-    "Skipped",
-    "StartNotReached",
-    "StreamGone",
-    "StreamMadeAgain",
-    "StreamNotRead",
-    "StreamProvisioned",
-    "TaskFailed",
-    "Ticked",
-    "TimerRescheduled",
-    "Unreadable",
-    "WindowDone",
-    "WindowFunctionsChanged",
-    "all_kinds",
-    "only_counted",
-    "unheard",
-]
-
-
 log = logging.getLogger(__name__)
 
 Level = Literal["info", "warning", "error"]
@@ -874,7 +808,7 @@ class ConsumerDiffers(Event, frozen=True, kw_only=True):
             to = self.differences[0].rpartition(" -> ")[2]
             return (
                 "an agent that has run goes on where it is; to take it to its new start: "
-                f"aviso-workers agents reset {quoted(agent)} --app {quoted(app)} --to {quoted(to)}"
+                f"aviso-workers agents reset {quoted(f'{app}/{agent}')} --to {quoted(to)}"
             )
         return (
             "these cannot be updated: stop the agent's workers and delete the consumer; it is recreated, "
@@ -1051,6 +985,27 @@ class ConsumerEdited(Event, frozen=True, kw_only=True):
     stream: str
     consumer: str
     differences: tuple[str, ...]
+
+
+class ConsumerTakenBack(Event, frozen=True, kw_only=True):
+    """The consumer of an agent has settled less than workers have recorded, and no operator's command has recorded that
+    it was reset. So somebody else has reset it, or a server has lost acks.
+    """
+
+    lines = logged(
+        "warning",
+        "consumer.taken_back",
+        cure="what was settled is handled again; `aviso-workers agents reset` is the reset that is recorded, and who "
+        "else may do it is in docs/security.md",
+    )
+
+    agent: str
+    stream: str
+    consumer: str
+    recorded: int
+    """The sequence up to which everything was settled, as workers have recorded."""
+    settled: int
+    """That up to which everything is settled now."""
 
 
 class AckWaitDiffers(Event, frozen=True, kw_only=True):

@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import IO
 
-__all__ = ["create_file", "sync", "sync_directory"]
-
 
 def create_file(path: Path) -> IO[bytes]:
     """Open a new file to be written, which nobody but its owner can read. Raises OSError."""

@@ -8,8 +8,6 @@ import os
 import signal
 import sys
 
-__all__ = ["end_on_sigterm"]
-
 COMMAND = "aviso-workers"
 FIRST_PROCESS = 1
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
-__all__ = ["task_group"]
+T = TypeVar("T")
+AT_ONCE = 32
+"""Requests that are under way at the same time, unless the caller wants fewer."""
 
 
 @asynccontextmanager
@@ -24,3 +27,23 @@ async def task_group() -> AsyncIterator[TaskGroup]:
             error = error.exceptions[0]
     if error is not None:
         raise error  # outside of `except`, so that it keeps its own context
+
+
+async def asked_of_each(
+    names: Iterable[str], ask: Callable[[str], Awaitable[T]], *, at_once: int = AT_ONCE
+) -> dict[str, T]:
+    """Return what `ask` answers for each name, in the order of the names; so many are asked at once. Raises the first
+    error of them.
+    """
+    answers: dict[str, T] = {}
+    names = list(names)
+    limiter = anyio.CapacityLimiter(at_once)
+
+    async def put(name: str) -> None:
+        async with limiter:
+            answers[name] = await ask(name)
+
+    async with task_group() as asking:
+        for name in names:
+            asking.start_soon(put, name)
+    return {name: answers[name] for name in names}

@@ -94,10 +94,10 @@ from aviso_workers.ops import agent_control, retried, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.dead_letters import StoredDeadLetters
 from aviso_workers.sessions.session import Session, open_session
-from aviso_workers.state import delayed_messages, window_records
+from aviso_workers.state import delayed_messages, own_streams, window_records
 from aviso_workers.state.dead_letter_records import DeadLetter
-from aviso_workers.state.failure_counts import Decides
-from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
+from aviso_workers.state.orders import Decides
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 __all__ = ["DeadLetter", "Harness", "harness"]
 
@@ -166,7 +166,7 @@ class Harness:
         """The notifications that the agents and the test have published, in order, with canonical identifiers."""
         self.dead_letters: list[DeadLetter] = []
         """The dead letters, in order, without those that `retry_dead_letters` has handed back."""
-        self._dead_lettered: set[int] = set()
+        self._dead_lettered: set[tuple[str, int]] = set()
         """The sequences of what is stored as dead letters."""
         self._code = _Code()
         self._clock = None if server else _Clock(self._code, start=start or datetime.now(UTC))
@@ -297,7 +297,7 @@ class Harness:
             if each not in self.dead_letters:
                 raise ValueError(f"{each.sequence} is not the sequence of one of the dead letters")
         handed_back = list(dead_letters or self.dead_letters)
-        await StoredDeadLetters(self._watch, self._versions[-1].config, events=Events()).retry(*handed_back)
+        await StoredDeadLetters(self._watch, events=Events()).retry(*handed_back)
         self.dead_letters[:] = [each for each in self.dead_letters if each not in handed_back]
         return handed_back
 
@@ -534,10 +534,11 @@ class Harness:
         config: Config,
         on_connection: ConnectionListener | None = None,
         on_foreign: ForeignListener | None = None,
+        owner: str = "",
     ) -> AbstractAsyncContextManager[Admin]:
         """Another client of the streams that all of them share."""
         if self._clock is None:
-            return open_backend(config, on_connection=on_connection, on_foreign=on_foreign)
+            return open_backend(config, on_connection=on_connection, on_foreign=on_foreign, owner=owner)
         if not hasattr(self, "_watch"):
             return InMemoryBackend(config.notification_backend.in_memory, clock=self._clock)
         return cast(InMemoryBackend, self._watch).peer(on_connection=on_connection, on_foreign=on_foreign)
@@ -549,15 +550,16 @@ class Harness:
         *,
         on_connection: ConnectionListener | None = None,
         on_foreign: ForeignListener | None = None,
+        owner: str = "",
     ) -> AsyncIterator[Admin]:
-        async with self._opening(config, on_connection, on_foreign) as backend:
+        async with self._opening(config, on_connection, on_foreign, owner) as backend:
             yield cast(Admin, _Recorder(backend, self._note, self._made.add, self._take_turns))
 
     @asynccontextmanager
     async def _own_streams_removed(self) -> AsyncIterator[None]:
         before = set(await self._watch.stream_names())
-        ours = {DEAD_LETTERS, RETRIES, DELAYED}
-        if taken := before & {*self._readers, *ours}:
+        ours = [each for kind in (DEAD_LETTERS, RETRIES) for each in before if own_streams.app_of(kind, each)]
+        if taken := before & {*self._readers, *ours, *map(delayed_messages.stream_of, self._readers)}:
             raise AvisoWorkersError(
                 f"{self._server} has the streams {', '.join(sorted(taken))} already: a test makes and removes "
                 "streams of its own, so give it a server that is there for tests"
@@ -571,12 +573,12 @@ class Harness:
 
     def _note(self, message: Message, ack: PubAck) -> None:
         stored = structs.replace(message, sequence=ack.sequence, timestamp_ns=self.clock.time_ns())
-        if ack.stream == DEAD_LETTERS:
+        if app := own_streams.app_of(DEAD_LETTERS, ack.stream):
             # A repeat is noted as well where the acknowledgement of the first try was lost.
-            if not (ack.duplicate and ack.sequence in self._dead_lettered):
-                self._dead_lettered.add(ack.sequence)
+            if not (ack.duplicate and (app, ack.sequence) in self._dead_lettered):
+                self._dead_lettered.add((app, ack.sequence))
                 with suppress(UndecodableError):  # a test may have written it that tries what others could
-                    self.dead_letters.append(DeadLetter.read(stored))
+                    self.dead_letters.append(DeadLetter.read(stored, app))
         elif ack.duplicate:
             return
         elif reader := self._readers.get(ack.stream):
@@ -673,7 +675,7 @@ class Harness:
         """Wait until the agent's consumers are made, which its worker does soon after its start."""
         deadline = self.clock.monotonic() + REAL_PATIENCE_SECONDS
         with self._moving():
-            for stream in (consumer.stream, RETRIES):
+            for stream in (consumer.stream, own_streams.of_app(RETRIES, consumer.app)):
                 while missing := await self._not_read(stream, consumer.consumer):
                     self._raise_failure()
                     if not self._workers or not await self._let_time_pass(deadline):
@@ -750,15 +752,19 @@ class Harness:
                     continue  # two versions share its consumer
                 asked.add((stream, durable))
                 flows = self._flows(agent)
-                facts = [await self._left_of(read, durable) for read in (stream, RETRIES)]
+                read = (stream, own_streams.of_app(RETRIES, app))
+                facts = [await self._left_of(each, durable) for each in read]
                 if held := sum(map(len, flows)):
                     facts.append(f"{held} held by workers, {sum(flow.running for flow in flows)} of them running")
                 if over := await self._windows_over(agent, app):
                     facts.append(f"{over} windows over and not done")
                 if any(facts):
                     left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
-        if DELAYED in self._made and (due := await self._left_of(DELAYED, delayed_messages.DURABLE)):
-            left.append(f"delayed notifications: {'; '.join([due, *map(_reason, self._overdue.values())])}")
+        for stream in self._readers:
+            schedules = delayed_messages.stream_of(stream)
+            if schedules in self._made and (due := await self._left_of(schedules, delayed_messages.DURABLE)):
+                overdue = [_reason(each) for each in self._overdue.values() if each.stream == stream]
+                left.append(f"delayed notifications: {'; '.join([due, *overdue])}")
         return left
 
     async def _left_of(self, stream: str, durable: str) -> str:

@@ -1,6 +1,7 @@
 """The size and the shape of the package, which may only become smaller, and the public tests, which may only increase.
 
-Who raises a budget says in the commit message what a user gets for it. `scripts/figures` prints the figures.
+Code is counted without prose, imports, types and brackets (`scripts/_figures/code_lines.py`). Who raises a budget says
+in the commit message what a user gets for it. `scripts/figures` prints the figures.
 """
 
 from __future__ import annotations
@@ -10,38 +11,28 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "lines": 75_223,
-    "lines of the core": 41_200,
-    "lines of agents": 842,
-    "lines of aviso": 2_806,
-    "lines of aviso_workers": 4_409,
-    "lines of backends": 6_835,
-    "lines of cli": 6_309,
-    "lines of config": 2_908,
-    "lines of console": 3_329,
-    "lines of declare": 4_215,
-    "lines of engine": 7_893,
-    "lines of jetstream": 2_451,
-    "lines of ops": 14_958,
-    "lines of projects": 77,
-    "lines of server": 2_174,
-    "lines of spark": 6_334,
-    "lines of state": 2_831,
-    "lines of telemetry": 2_284,
-    "lines of worker": 1_074,
-    "modules that a plain worker loads": 160,
-    "lines that a plain worker loads": 33_909,
+    "code of the core": 22_292,
+    "code of agents": 476,
+    "code of cli": 3_039,
+    "code of console": 1_729,
+    "code of ops": 7_947,
+    "code of projects": 29,
+    "code of server": 1_119,
+    "code of spark": 3_197,
+    "modules": 388,
+    "modules that a plain worker loads": 165,
+    "code that a plain worker loads": 17_866,
     "modules of the reading list": 33,
-    "lines of the reading list": 10_655,
-    "files that use tables": 9,
+    "code of the reading list": 6_005,
+    "files that use tables": 10,
     "files that use windows": 10,
     "files that use timers": 10,
     "files that use limits": 6,
-    "files that use delayed delivery": 9,
+    "files that use delayed delivery": 14,
     "files that use singletons": 5,
-    "files that use dead letters": 13,
+    "files that use dead letters": 16,
     "files that use order": 2,
-    "class names that stand twice": 7,
+    "class names that stand twice": 8,
     "functions above a complexity of 10": 0,
 }
 SLACK = 0.98

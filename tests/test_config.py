@@ -92,7 +92,7 @@ def test_only_the_kind_is_needed_and_all_else_has_the_documented_default(load: L
         "timeout_seconds": 30,
         "retry_attempts": 3,
         "enable_auto_reconnect": True,
-        "max_reconnect_attempts": 5,
+        "max_reconnect_attempts": 0,
         "reconnect_delay_ms": 2000,
         "publish_retry_attempts": 5,
         "publish_retry_base_delay_ms": 150,

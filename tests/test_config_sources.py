@@ -90,7 +90,8 @@ def test_no_file_at_all_says_where_was_looked() -> None:
     assert raised.value.mistakes == (
         "no configuration file: looked for aviso.yaml, config/aviso.yaml, configuration/config.yaml, "
         "/etc/aviso_server/config.yaml, /home/me/.aviso_server/config.yaml; give one, name it in "
-        "AVISO_WORKERS_CONFIG_FILE, or declare event types in an app and give the command --app MODULE:APP",
+        "AVISO_WORKERS_CONFIG_FILE, name the server in AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL, "
+        "or declare event types in an app and name it to the command as MODULE:APP",
     )
 
 
@@ -469,6 +470,7 @@ def test_the_json_schema_describes_every_field_of_the_settings() -> None:
         ("? [a]\n: b\n", "dev.yaml:1: a key must be text"),
         ("a: *b\n", "dev.yaml:1: an alias of nothing"),
         ("a: &a [*a]\n", "dev.yaml:1: an alias of nothing"),
+        ("a: " + "x" * (4 << 20), "dev.yaml: is larger than 4 MiB"),
         ("a: " + "[" * 100_000, "dev.yaml:1: nested more than 50 levels deep"),
         (
             "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 100)),

@@ -16,13 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import anyio
+import nats
 import pytest
 
 from _bench import __main__ as bench
@@ -108,6 +109,15 @@ class Reader:
         for there, here in self.instead.items():
             commands = commands.replace(there, here)
         return commands
+
+
+async def create_streams(url: str, names: Iterable[str]) -> None:
+    client = await nats.connect(url)
+    for name in names:
+        config = json.dumps({"name": name, "subjects": [f"former.{name}"]}).encode()
+        answer = await client.request(f"$JS.API.STREAM.CREATE.{name}", config, timeout=PATIENCE_SECONDS)
+        assert "config" in json.loads(answer.data)
+    await client.close()
 
 
 @pytest.fixture
@@ -213,7 +223,7 @@ class TestBackups:
         create, restore = lines("docs/backup.md", 1)
         assert "are a set" in with_users.types(create)
         assert "nothing is restored" in with_users.types(restore, code=1)
-        with_users.types("aviso-workers streams rm MARS --yes; aviso-workers streams rm KV_index__sums --yes")
+        with_users.types("aviso-workers streams rm MARS --yes; aviso-workers streams rm KV_index__table__sums --yes")
         assert "MARS" in with_users.types(restore)
 
     def test_encrypted(self, with_users: Reader) -> None:
@@ -379,6 +389,24 @@ class TestOperating:
         reader.types(as_json)
         assert json.loads((reader.folder / "asyncapi.json").read_text())["info"]["version"] == "1.4.0"
         assert "address: ride.{vendor}.{n}" in reader.types(as_yaml)
+
+    def test_the_streams_of_an_app_and_of_former_versions(self, reader: Reader, nats_server: NatsServer) -> None:
+        reader.instead = {"mine.agents": "fields"}
+        for made in lines("docs/security/apps.md", 0):
+            reader.types(made)
+        names = reader.types("aviso-workers streams ls")
+        assert "aviso_workers_dead_letters__fields" in names
+        assert "aviso_workers_schedule__MARS" in names
+
+        *removed, listed, applied, shown = lines("docs/operations/begin-anew.md", 0)
+        former = [remove.split()[3] for remove in removed]
+        anyio.run(create_streams, nats_server.url, former)
+        for remove in removed:
+            reader.types(remove)
+        left = reader.types(listed).split()
+        assert [stream for stream in former if stream in left] == []
+        assert "differs" not in reader.types(applied)
+        reader.types(shown)
 
     def test_what_is_rendered(self, reader: Reader) -> None:
         reader.instead = {"/etc/nats": str(reader.folder), "mine.agents": "fields"}

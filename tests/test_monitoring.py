@@ -37,6 +37,8 @@ NAME = re.compile(r"\baviso_(?:worker|observer|doctor|spark_events)_[a-z_]+\b")
 
 IN_MEMORY = """
 notification_backend: {kind: in_memory}
+notification_schema:
+  mars: {topic: {base: mars, key_order: [class]}, identifier: {class: {type: StringHandler, required: true}}}
 workers:
   agents:
     observer: {poll_seconds: 0.01}
@@ -219,7 +221,7 @@ HEALTHY = {
     f"aviso_worker_ready{{{OF_WORKER}}}": "1x60",
     f"aviso_worker_connected{{{OF_WORKER}}}": "1x60",
     f"aviso_worker_foreign_answers_total{{{OF_WORKER}}}": "0x60",
-    f'aviso_worker_foreign_total{{{OF_WORKER}, stream="MARS"}}': "1x60",
+    f"aviso_worker_foreign_total{{{OF_WORKER}}}": "0x60",
     f"aviso_worker_loop_lag_seconds{{{OF_WORKER}}}": "0.01x60",
     f'{EXITS}, ending="crashed"}}': "0x50 1x10",
     f'{EXITS}, ending="in_order"}}': "0+1x60",
@@ -239,21 +241,18 @@ HEALTHY = {
     f"aviso_worker_missed_total{{{OF_AGENT}}}": "5x60",
     f'aviso_worker_published_total{{{OF_WORKER}, base="mars", outcome="failed"}}': "0x60",
     f"aviso_observer_pending{{{OBSERVED}}}": "500-1x60",
-    f"aviso_observer_paused{{{OBSERVED}}}": "0x60",
-    f"aviso_observer_stuck{{{OBSERVED}}}": "0x60",
-    f"aviso_observer_blocked{{{OBSERVED}}}": "0x60",
+    f'aviso_observer_agent_needs_somebody{{{OBSERVED}, state="failing"}}': "0x60",
     'aviso_observer_dead_letters{app="fields", agent="index"}': "3x60",
     f"aviso_worker_start_timestamp_seconds{{{OF_WORKER}}}": "7x30 1900x30",
     f'aviso_worker_pull_errors_total{{{OF_AGENT}, code="503"}}': "0x50 1x10",
     f"aviso_worker_consumer_recreations_total{{{OF_AGENT}}}": "0x60",
-    f"aviso_observer_consumer_missing{{{OBSERVED}}}": "0x60",
     'aviso_observer_stream_used_ratio{stream="MARS"}': "0.5x60",
     'aviso_doctor_check{code="JS044", state="fail"}': "0x60",
     'aviso_doctor_check{code="JS042", state="fail"}': "0x60",
     'aviso_doctor_findings{code="JS042", state="fail"}': "0x60",
     'aviso_doctor_findings{code="JS042", state="warn"}': "0x30 1x30",
     "aviso_doctor_last_run_timestamp_seconds": "0+60x60",
-    'aviso_observer_last_poll_timestamp_seconds{stream="MARS"}': "0+60x60",
+    "aviso_observer_last_poll_timestamp_seconds": "0+60x60",
     f'aviso_spark_events_directory_missing{{{OF_SPARK}, directory="/logs"}}': "0x60",
     f"aviso_spark_events_last_search_timestamp_seconds{{{OF_SPARK}}}": "0+60x60",
     'aviso_worker_task_failures_total{instance="spark:9464", job="aviso-workers", task="follow_event_logs"}': "0x60",
@@ -262,7 +261,6 @@ HEALTHY = {
     f"aviso_spark_events_lost_applications{{{OF_SPARK}}}": "3x60",
 }
 """An hour of a deployment, a value a minute."""
-GROWING = {f"aviso_observer_pending{{{OBSERVED}}}": "0+100x60"}
 
 
 def instead(name: str, values: str) -> dict[str, str]:
@@ -283,11 +281,10 @@ def instead(name: str, values: str) -> dict[str, str]:
             "AvisoProcessCrashing",
             {f'aviso_worker_process_exits_total{{{OF_WORKER}, process="1", ending="crashed"}}': "0+1x60"},
         ),
-        ("AvisoAgentStuck", instead("aviso_observer_stuck", "1x60")),
-        ("AvisoAgentBlocked", instead("aviso_observer_blocked", "2x60")),
+        ("AvisoAgentNeedsSomebody", instead("aviso_observer_agent_needs_somebody", "1x60")),
+        ("", instead("aviso_observer_agent_needs_somebody", "0x50 1x5 0x5")),
         ("AvisoWorkerRestarts", instead("aviso_worker_start_timestamp_seconds", "0+60x60")),
         ("AvisoPullErrors", instead("aviso_worker_pull_errors_total", "0+1x60")),
-        ("AvisoConsumerMissing", instead("aviso_observer_consumer_missing", "1x60")),
         ("AvisoConsumerRecreated", instead("aviso_worker_consumer_recreations_total", "0x50 1x10")),
         ("AvisoConsumerRecreated", instead("aviso_worker_consumer_recreations_total", "_x50 1x10")),
         ("", instead("aviso_worker_consumer_recreations_total", "_x30 1x30")),
@@ -296,8 +293,6 @@ def instead(name: str, values: str) -> dict[str, str]:
         ("AvisoDoctorFails", instead('aviso_doctor_findings{code="JS042", state="fail"', "1x60")),
         ("AvisoDoctorMissing", instead("aviso_doctor_last_run_timestamp_seconds", "-900x60")),
         ("AvisoDoctorMissing", instead("aviso_doctor_last_run_timestamp_seconds", "_x60")),
-        ("AvisoLagGrowing", GROWING),
-        ("", GROWING | instead("aviso_observer_paused", "1x60")),
         ("AvisoDeadLetters", instead("aviso_worker_dead_letters_total", "0x50 1x10")),
         ("AvisoDeadLetters", instead("aviso_observer_dead_letters", "3x50 4x10")),
         ("AvisoDeadLettersRefused", {f'{RETRIES}"dead_letter_failed"}}': "0+1x60"}),
@@ -305,7 +300,7 @@ def instead(name: str, values: str) -> dict[str, str]:
         ("AvisoLeaderHindered", instead("aviso_worker_leader_hindered", "1x60")),
         ("AvisoForeignAnswers", instead("aviso_worker_foreign_answers_total", "0x50 1x10")),
         ("AvisoForgedMessages", instead("aviso_worker_foreign_total", "0x50 1x10")),
-        ("AvisoAgentOutage", instead("aviso_worker_outage", "1x60")),
+        ("", instead("aviso_worker_outage", "1x60")),
         ("AvisoNotReadAgain", instead("aviso_worker_not_read_again", "1x60")),
         ("AvisoTimerFails", {FAILED_TICKS: "3x50 4x10"}),
         ("AvisoTaskFails", instead(FAILED_TASK, "0x50 1x10")),
@@ -336,18 +331,14 @@ NEW = {
     "AvisoProcessCrashing": {f'{EXITS}, ending="crashed"}}': "_x50 0+1x10"},
     "AvisoWorkerRestarts": {"aviso_worker_start_timestamp_seconds": "_x50 0+60x10"},
     "AvisoPullErrors": {"aviso_worker_pull_errors_total": "_x50 1+1x10"},
-    "AvisoConsumerMissing": {"aviso_observer_consumer_missing": "_x50 1x10"},
     "AvisoConsumerRecreated": {"aviso_worker_consumer_recreations_total": "_x50 1x10"},
     "AvisoStreamNearlyFull": {"aviso_observer_stream_used_ratio": "_x50 0.95x10"},
     "AvisoServersUnhealthy": {'aviso_doctor_check{code="JS044"': "_x50 1x10"},
     "AvisoDoctorFails": {'aviso_doctor_findings{code="JS042", state="fail"': "_x45 1x15"},
     "AvisoDoctorMissing": {"aviso_doctor_last_run_timestamp_seconds": "_x50 -900x10"},
-    "AvisoAgentStuck": {"aviso_observer_stuck": "_x50 1x10"},
-    "AvisoAgentBlocked": {"aviso_observer_blocked": "_x50 1x10"},
-    "AvisoLagGrowing": {"aviso_observer_pending": "_x20 0+100x40"},
+    "AvisoAgentNeedsSomebody": {"aviso_observer_agent_needs_somebody": "_x50 1x10"},
     "AvisoDeadLetters": {"aviso_worker_dead_letters_total": "_x50 1x10"},
     "AvisoDeadLettersRefused": {f'{RETRIES}"dead_letter_failed"': "_x50 1x10"},
-    "AvisoAgentOutage": {"aviso_worker_outage": "_x50 1x10"},
     "AvisoNotReadAgain": {"aviso_worker_not_read_again": "_x50 1x10"},
     "AvisoForeignAnswers": {"aviso_worker_foreign_answers_total": "_x50 1x10"},
     "AvisoForgedMessages": {"aviso_worker_foreign_total": "_x50 1x10"},
@@ -366,7 +357,7 @@ NEW = {
     "AvisoObserverBlind": {"aviso_observer_last_poll_timestamp_seconds": "_x50 600x10"},
 }
 """By alert, its series as it begins in the last ten minutes or so, already with what the alert is about."""
-EVERYDAY = ("AvisoWorkerDown", "AvisoConsumerMissing", "AvisoLagGrowing", "AvisoDeadLetters")
+EVERYDAY = ("AvisoWorkerDown", "AvisoAgentNeedsSomebody", "AvisoDeadLetters")
 """Those that are tried in every run: each try evaluates the rules of an hour."""
 
 

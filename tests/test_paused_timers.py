@@ -11,6 +11,7 @@ import pytest
 from aviso_workers import App, Tick
 from aviso_workers.errors import DeclarationError
 from aviso_workers.testing import harness
+from tests import forgeries
 from tests.contract.settings import app_config
 
 pytestmark = pytest.mark.anyio
@@ -58,6 +59,18 @@ async def test_the_ticks_of_a_pause_are_caught_up_by_a_timer_that_does(app: App)
         assert [tick.time for tick in t.ticks(look)] == at(10, 20, 30)
 
 
+async def test_a_pause_holds_where_a_server_has_stored_an_answer_in_its_place(app: App) -> None:
+    @app.every("10m")
+    async def look() -> None: ...
+
+    async with harness(app, start=START) as t:
+        await t.pause(look, seconds=2700)
+        await t.advance("15m")
+        forgeries.store(app.session.backend, "KV_paused__orders", "$KV.paused__orders.paused/timers/look/pause")
+        await t.advance("45m")
+        assert [tick.time for tick in t.ticks(look)] == at(50, 60)
+
+
 @LEADERS
 async def test_a_pause_holds_while_the_server_is_away(app: App, leader: bool) -> None:
     @app.every("10m", leader=leader)
@@ -81,7 +94,7 @@ async def test_what_is_no_pause_pauses_nothing(app: App, value: bytes) -> None:
     async def look() -> None: ...
 
     async with harness(app, start=START) as t:
-        bucket = await app.session.backend.key_value("aviso_workers_consumers")
+        bucket = await app.session.backend.key_value("paused__orders")
         await bucket.put("paused/timers/look/pause", value)
         await t.advance(61)
         assert [tick.time for tick in t.ticks(look)] == at(1)
@@ -142,7 +155,7 @@ async def test_what_an_older_version_has_claimed_is_not_known_to_be_missed(app: 
 
     async with harness(app, start=START + timedelta(minutes=35)) as t:
         await t.stop()
-        bucket = await app.session.backend.key_value("paused_timers")
+        bucket = await app.session.backend.key_value("paused__timers")
         await bucket.put("look", b'{"time":"2026-01-01T00:20:00Z","token":1,"schedule":"every 600s"}')
         assert [ticked.time for ticked in await t.catch_up(look, *at(0, 34))] == at(30)
         assert [ticked.time for ticked in await t.catch_up(look, *at(0, 34), again=True)] == at(0, 10, 20, 30)

@@ -90,7 +90,8 @@ async def get(url: str, token: str = "secret") -> tuple[int, str]:
             with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+            with error:
+                return error.code, error.read().decode()
 
     return await anyio.to_thread.run_sync(ask)
 

@@ -193,7 +193,7 @@ async def test_a_dead_letter_that_is_handed_back_is_handled_by_the_same_worker(a
             await t.notify("mars", {"step": attempt})
             await t.settle()
         await t.notify("mars", {"step": 3})
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         async with aclosing(stored.select(Selection())) as dead_letters:
             async for dead_letter in dead_letters:
                 await stored.retry(dead_letter)

@@ -10,12 +10,10 @@ from aviso_workers import App, Notification, Window, Windowing
 from aviso_workers.config import load
 from aviso_workers.state import (
     audit_records,
-    consumer_records,
     dead_letter_records,
     delayed_messages,
     own_buckets,
     own_streams,
-    worker_records,
 )
 from aviso_workers.state.own_streams import COUNTERS
 from tests.contract import settings
@@ -43,15 +41,16 @@ def test_each_bucket_of_an_app_is_listed() -> None:
     async def tick() -> None: ...
 
     own = own_buckets.of_app("field", agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables)
-    buckets = {*own.by_key, *own.listed, *own.written}
+    buckets = {*own.by_key, *own.listed, *own.written, *own.obeyed}
     assert {bucket: _listed(bucket) for bucket in buckets} == {
-        "field_failures": ["<app>_failures"],
-        "field_leases": ["<app>_leases"],
-        "field_timers": ["<app>_timers"],
-        "field_windows_daily": ["<app>_windows_<agent>"],
-        "field__newest": ["<app>__<table>"],
-        consumer_records.BUCKET: [consumer_records.BUCKET],
-        worker_records.BUCKET: [worker_records.BUCKET],
+        "field__failures": ["<app>__failures"],
+        "field__leases": ["<app>__leases"],
+        "field__timers": ["<app>__timers"],
+        "field__windows__daily": ["<app>__windows__<agent>"],
+        "field__table__newest": ["<app>__table__<table>"],
+        "field__state": ["<app>__state"],
+        "field__orders": ["<app>__orders"],
+        "field__live": ["<app>__live"],
     }
 
 
@@ -62,19 +61,19 @@ def test_an_app_with_nothing_but_tasks_records_what_it_declares_and_its_workers(
     async def look() -> None: ...
 
     own = own_buckets.of_app("field", agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables)
-    assert (own.by_key, own.listed, own.written) == ((consumer_records.BUCKET,), (), (worker_records.BUCKET,))
+    assert (own.by_key, own.listed, own.written, own.obeyed) == (("field__state",), (), ("field__live",), ())
 
 
 def test_each_stream_of_our_own_is_listed_with_its_subjects() -> None:
     config = load(Path(settings.__file__).with_name("aviso.yaml"), environ={})
     specs = [
-        dead_letter_records.stream_spec(config),
-        dead_letter_records.retries_spec(config),
-        delayed_messages.stream_spec(config),
+        dead_letter_records.stream_spec("<app>", config),
+        dead_letter_records.retries_spec("<app>", config),
+        delayed_messages.stream_spec("<stream>", config),
         audit_records.stream_spec(config),
     ]
     others = {each.stream for each in own_streams.KEPT}
-    assert {spec.name for spec in specs} | {COUNTERS} | others == STREAMS.keys()
+    assert {spec.name for spec in specs} | {own_streams.of_app(COUNTERS, "<app>")} | others == STREAMS.keys()
     for spec in specs:
         (subject,) = spec.subjects or ()
         assert STREAMS[spec.name].startswith(subject.removesuffix(">"))

@@ -43,9 +43,11 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.state.own_streams import DEAD_LETTERS
+from aviso_workers.state import own_streams
 from aviso_workers.testing import READING, Harness, harness
 from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "tested")
 
 pytestmark = pytest.mark.anyio
 
@@ -521,8 +523,9 @@ class TestUnsettled:
             with pytest.raises(AssertionError) as raised:
                 await t.settle(within_seconds=3)
         assert (
-            "\n  delayed notifications: aviso_workers_schedule: 0 waiting, 1 delivered and not settled; one of stream "
-            "MARS cannot be stored yet: publish mars.od.2: stream MARS does not take it, switch on its allow_msg_ttl"
+            "\n  delayed notifications: aviso_workers_schedule__MARS: 0 waiting, 1 delivered and not settled; one of "
+            "stream MARS cannot be stored yet: publish mars.od.2: "
+            "stream MARS does not take it, switch on its allow_msg_ttl"
         ) in str(raised.value)
 
     async def test_an_agent_that_was_declared_too_late_is_told(self, app: App) -> None:
@@ -992,7 +995,7 @@ async def test_a_dead_letter_whose_first_acknowledgement_was_lost_is_listed_once
 
     async def lose_the_first(self: InMemoryBackend, message: Any, **stated: Any) -> Any:
         ack = await publish(self, message, **stated)
-        if ack.stream == "aviso_workers_dead_letters" and not lost:
+        if ack.stream == "aviso_workers_dead_letters__tested" and not lost:
             lost.append(ack.stream)
             raise OutcomeUnknownError("no acknowledgement came")
         return ack
@@ -1006,7 +1009,7 @@ async def test_a_dead_letter_whose_first_acknowledgement_was_lost_is_listed_once
         await app.notify("mars", {"class": "od", "step": 1})
         await t.settle()
 
-        assert lost == ["aviso_workers_dead_letters"]
+        assert lost == ["aviso_workers_dead_letters__tested"]
         assert [dead_letter.reason for dead_letter in t.dead_letters] == ["rejected"]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+from nats.aio.client import Client
+
 from aviso_workers.server import NatsServer
 
 PATIENCE_SECONDS = 120.0
@@ -17,6 +19,13 @@ asks for timeouts of many minutes where something is not to wait for them."""
 
 LONG_SECONDS = 600.0
 """A timeout or a piece of work that no test waits for."""
+
+
+async def flushed(client: Client) -> None:
+    """Return when the server has what the client has sent: the first PING of nats-py overtakes what waits to be
+    written."""
+    await client.flush()
+    await client.flush()
 
 
 def stand_still(server: NatsServer) -> None:

@@ -31,24 +31,6 @@ from aviso_workers.aviso.schema import (
 )
 from aviso_workers.errors import InvalidNotificationError, InvalidPayloadError, UndecodableError
 
-__all__ = [
-    "MARKER_HEADER",
-    "SIZE_HEADER",
-    "UNREADABLE_JSON",
-    "Message",
-    "NotificationReader",
-    "NotificationWriter",
-    "addressed",
-    "encode",
-    "is_marker",
-    "is_reserved",
-    "lacks_body",
-    "read_json",
-    "read_number",
-    "store_time",
-    "with_headers",
-]
-
 BBOX_HEADER = "spatial_bbox"
 GEOMETRY_HEADER = "spatial_geometry"
 POINT_CLOUD_HEADER = "spatial_point_cloud"

@@ -23,8 +23,6 @@ from aviso_workers.aviso.schema import (
     TimeHandler,
 )
 
-__all__ = ["identifier", "payload"]
-
 BY_RULE = {
     DateHandler: "20261120",
     TimeHandler: "0600",

@@ -22,26 +22,6 @@ from decimal import Decimal, localcontext
 from numbers import Real
 from typing import Self
 
-__all__ = [
-    "SECOND",
-    "AnyDuration",
-    "Duration",
-    "Filter",
-    "Size",
-    "SizeLimit",
-    "body_text",
-    "decode_hook",
-    "float_text",
-    "parse_float",
-    "printable",
-    "printable_lines",
-    "quoted",
-    "rfc3339",
-    "seconds_of",
-    "suggestion",
-    "time_text",
-]
-
 SECOND = 1_000_000_000
 """A second in nanoseconds, the unit of JetStream's durations."""
 MAX_SHOWN = 256 * 1024

@@ -17,8 +17,6 @@ from aviso_workers.aviso import payloads, spatial
 from aviso_workers.aviso.literals import AnyDuration, rfc3339
 from aviso_workers.errors import InvalidNotificationError
 
-__all__ = ["Notification", "Notify", "Receipt", "parse_pairs"]
-
 T = TypeVar("T", default=Any)
 K = TypeVar("K", default=Any)
 

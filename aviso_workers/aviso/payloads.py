@@ -18,19 +18,6 @@ import msgspec
 
 from aviso_workers.errors import InvalidPayloadError, UndecodableError, describe
 
-__all__ = [
-    "decoded_by",
-    "decoder",
-    "encode",
-    "encode_texts",
-    "fingerprint",
-    "is_json",
-    "json_reader",
-    "json_schema",
-    "to_json",
-    "value_of",
-]
-
 MAX_EXTREME = 2000
 """A payload may have at most so many numbers with an exponent of three digits. To read a number near the limits of a
 float takes 12 us, a hundred times as long as any other, and blocks the event loop meanwhile.

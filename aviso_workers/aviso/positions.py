@@ -12,8 +12,6 @@ from msgspec import Struct
 
 from aviso_workers.errors import InvalidPositionError
 
-__all__ = ["Position", "parse_date", "parse_id", "parse_position", "parse_start", "position"]
-
 LARGEST_ID = 2**64 - 1
 EARLIEST, LATEST = datetime(1678, 1, 1, tzinfo=UTC), datetime(2262, 1, 1, tzinfo=UTC)
 """Nothing is stored before or after: a server counts nanoseconds in 64 bits, and takes other times for quite others."""

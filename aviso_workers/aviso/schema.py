@@ -31,39 +31,11 @@ from aviso_workers.aviso import literals, spatial
 from aviso_workers.aviso.literals import Duration, Size
 from aviso_workers.errors import InvalidIdentifierError
 
-__all__ = [
-    "DateHandler",
-    "EnumHandler",
-    "EventType",
-    "ExpverHandler",
-    "FloatHandler",
-    "IntHandler",
-    "PayloadRule",
-    "PointCloudHandler",
-    "PolygonHandler",
-    "Rule",
-    "Span",
-    "StoragePolicy",
-    "StringHandler",
-    "TimeHandler",
-    "Topic",
-    "Where",
-    "canonical_identifier",
-    "check_bases_unique",
-    "filter_fields",
-    "mistakes",
-    "not_stored",
-    "parse_where",
-    "read_date",
-    "read_int",
-    "read_time",
-    "require_routable",
-    "routed_value",
-    "topic_of",
-    "unknown",
-]
-
+LONGEST_BASE = 200
+"""Characters. The name of a stream has 255 at most, and that of delayed notifications has 24 more than the base."""
 _BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_RESERVED = ("aviso_workers", "kv_")
+"""How the names of our own streams and subjects begin, and those of the streams of buckets, in lower case."""
 _SPACE_OR_CONTROL = re.compile(r"[\s\x00-\x20\x7f-\x9f]")
 """Any blank of Unicode: one that is stored ends the replays of aviso-servers, whose client parts subjects there."""
 _DATE = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{8})|([0-9]{4})-([0-9]{3})")
@@ -451,20 +423,33 @@ def not_stored(event_type: EventType) -> list[str]:
     return [field for field in event_type.identifier if field not in carried]
 
 
-def check_bases_unique(event_types: Mapping[str, EventType]) -> list[tuple[str, str]]:
-    """Bases that differ in case only, or not at all: (key path, what is wrong).
+def check_bases_unique(event_types: Mapping[str, EventType]) -> dict[str, str]:
+    """Return what is wrong with the bases that differ from an earlier one in case only, or not at all, by event type.
 
     A stream is named after its base in upper case and belongs to one event type.
     """
-    found: list[tuple[str, str]] = []
+    found: dict[str, str] = {}
     owners: dict[str, str] = {}
     for name, event_type in event_types.items():
         base = topic_of(name, event_type).base
         owner = owners.setdefault(base.lower(), name)
         if owner != name:
-            message = f"Schemas {owner!r} and {name!r} both define topic base {base!r}; case is ignored"
-            found.append((f"notification_schema.{name}.topic.base", message))
+            found[name] = f"Schemas {owner!r} and {name!r} both define topic base {base!r}; case is ignored"
     return found
+
+
+def base_problem(base: str) -> str:
+    """Return why a text cannot be the base of a topic, to follow its name in a sentence; empty where it can be one.
+
+    A base begins subjects and, in capital letters, is the name of a stream. So it is checked before either is made.
+    """
+    if not _BASE.fullmatch(base):
+        return f"must match {_BASE.pattern}, not {base!r:.100}"
+    if len(base) > LONGEST_BASE:
+        return f"must have at most {LONGEST_BASE} characters, not {len(base)}"
+    if base.lower().startswith(_RESERVED):
+        return f"must not begin with aviso_workers or KV_, as {base!r} does: streams of our own do; choose another base"
+    return ""
 
 
 def require_routable(text: str) -> None:
@@ -572,20 +557,24 @@ def unknown(event_type_name: str, field: str, known: Iterable[str]) -> InvalidId
 
 
 def _topic_mistakes(event_type_name: str, event_type: EventType) -> Iterator[tuple[str, str]]:
-    topic, pattern = event_type.topic, _BASE.pattern
+    topic = event_type.topic
     if topic is None:
-        if not _BASE.fullmatch(event_type_name):
-            yield "", f"has no topic, so its name is the topic base and must match {pattern}"
+        if problem := base_problem(event_type_name):
+            yield "", f"has no topic, so its name is the topic base and {problem}"
         return
-    if not _BASE.fullmatch(topic.base):
-        yield "topic.base", f"must match {pattern}, not {topic.base!r}"
+    if not event_type_name or not event_type_name.isprintable():
+        yield "", f"must have a name, without line breaks and other control characters, not {event_type_name!r:.100}"
+    if problem := base_problem(topic.base):
+        yield "topic.base", problem
     if not topic.key_order:
         yield "topic.key_order", "must not be empty"
-    for position, field in enumerate(topic.key_order):
+    before = set[str]()
+    for field in topic.key_order:
         if field not in event_type.identifier:
             yield "topic.key_order", f"names {field!r}, which is not in identifier"
-        if field in topic.key_order[:position]:
+        if field in before:
             yield "topic.key_order", f"names {field!r} twice"
+        before.add(field)
         # A polygon may be named: aviso-servers still route by it, though its text is not canonical.
         if field == _POINT_CLOUD:
             yield "topic.key_order", f"must not name {field!r}, which travels in a header"

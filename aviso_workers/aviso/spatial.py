@@ -21,23 +21,6 @@ import msgspec
 
 from aviso_workers.aviso import literals
 
-__all__ = [
-    "MAX_POINTS",
-    "Box",
-    "Containing",
-    "Filter",
-    "Footprint",
-    "Intersecting",
-    "Point",
-    "Polygon",
-    "canonical_cloud",
-    "canonical_polygon",
-    "parse_cloud",
-    "parse_point",
-    "parse_polygon",
-    "with_arrays",
-]
-
 Point = tuple[float, float]
 """Latitude and longitude in degrees, in this order."""
 

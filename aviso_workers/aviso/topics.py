@@ -21,18 +21,6 @@ from aviso_workers.aviso import schema
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.errors import InvalidIdentifierError, InvalidNotificationError, UndecodableError
 
-__all__ = [
-    "binding",
-    "check_subject",
-    "decode_subject",
-    "decode_token",
-    "encode_subject",
-    "encode_token",
-    "filter_subjects",
-    "stream_name",
-    "topic",
-]
-
 _BYTES = {high + low: bytes.fromhex(high + low) for high, low in product(hexdigits, repeat=2)}
 
 LONGEST_SUBJECT = 3900
@@ -93,9 +81,9 @@ def check_subject(subject: str) -> None:
 
 
 def stream_name(base: str) -> str:
-    """Return the name of the stream of a base. Raises InvalidNotificationError if there is no base."""
-    if not base:
-        raise InvalidNotificationError("an empty topic base names no stream")
+    """Return the name of the stream of a base. Raises InvalidNotificationError for a text that is no base."""
+    if problem := schema.base_problem(base):
+        raise InvalidNotificationError(f"a topic base {problem}")
     return base.upper()
 
 

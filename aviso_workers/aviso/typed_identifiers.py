@@ -30,8 +30,6 @@ from aviso_workers.aviso.schema import (
 )
 from aviso_workers.errors import InvalidIdentifierError, UndecodableError, describe
 
-__all__ = ["check", "mistakes", "reader"]
-
 SPELLED: Mapping[type[inspect.Type], str] = {
     inspect.StrType: "str",
     inspect.IntType: "int",

@@ -19,6 +19,7 @@ What a backend promises:
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
@@ -197,8 +198,12 @@ class Administration(Protocol):
     def new_inbox(self) -> str:
         """Return a subject for answers, which nobody else has."""
 
-    def listen(self, subject: str) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Received]]:
-        """Receive what is published to a subject while the block runs. Messages are kept until they are read."""
+    def listen(
+        self, subject: str, *, max_bytes: float = math.inf
+    ) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Received]]:
+        """Receive what is published to a subject while the block runs. Messages are kept until they are read; those
+        beyond `max_bytes` in all are dropped.
+        """
 
     def snapshot(self, stream: str) -> AbstractAsyncContextManager[StreamSnapshot]:
         """Receive a snapshot of a stream while the block runs. Raises `NotFoundError`."""
@@ -391,6 +396,7 @@ class Opening(Protocol):
         *,
         on_connection: ConnectionListener | None = None,
         on_foreign: ForeignListener | None = None,
+        owner: str = "",
     ) -> AbstractAsyncContextManager[Admin]: ...
 
 
@@ -493,8 +499,8 @@ class Backend(Streams, Protocol):
 
         A `start_time` wins over `start_sequence`; both are inclusive. It ends where nothing more matches up to
         `last_sequence`, and not before. Raises `UnavailableError` where reading was interrupted (read on after the last
-        sequence that came), `NotFoundError` where the stream is gone. A stream that was deleted and recreated is
-        another one, and interrupts it.
+        sequence that came) or the owner has as many readers of the stream as it may have, `NotFoundError` where the
+        stream is gone. A stream that was deleted and recreated is another one, and interrupts it.
         """
 
     def read_chunks(
@@ -656,10 +662,17 @@ class Admin(Backend, Management, Protocol):
 
 
 def open_backend(
-    config: Config, *, on_connection: ConnectionListener | None = None, on_foreign: ForeignListener | None = None
+    config: Config,
+    *,
+    on_connection: ConnectionListener | None = None,
+    on_foreign: ForeignListener | None = None,
+    owner: str = "",
 ) -> AbstractAsyncContextManager[Admin]:
     """Return the backend that the configuration names, connected while the `async with` block runs. The engine
     takes it for a `Backend`.
+
+    The `owner` is the app by whose names streams of several apps are read (`jetstream.reader_names`); empty for an
+    operator, who may use any.
 
     Raises `UnavailableError` where no server is reached, `RefusedError` where one turns us away.
     """
@@ -670,4 +683,4 @@ def open_backend(
         return InMemoryBackend(settings.in_memory, on_connection=on_connection, on_foreign=on_foreign)
     from aviso_workers.backends.jetstream import JetStreamBackend
 
-    return JetStreamBackend(settings.jetstream, on_connection=on_connection, on_foreign=on_foreign)
+    return JetStreamBackend(settings.jetstream, on_connection=on_connection, on_foreign=on_foreign, owner=owner)

@@ -3,6 +3,10 @@
 Made of what a backend has anyhow (publishing on a condition, the last message of a subject, reading), so that buckets
 mean the same on all of them. nats-py's own are not used: they take no message id, without which a put whose
 acknowledgement was lost could not be told from somebody else's, and a TTL for new keys only.
+
+No message may roll up a bucket that is made here, as other clients' buckets allow. A server stores what it delivers to
+a reply subject together with its headers. So whoever may write one bucket that allows it, and read it by a consumer,
+could erase all others (`Nats-Rollup: all`). A marker for a key that is forgotten needs a roll-up too, so there is none.
 """
 
 from __future__ import annotations
@@ -13,30 +17,46 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from datetime import datetime
 
-from msgspec import UNSET
-
 from aviso_workers.aviso.codec import MARKER_HEADER, Message, store_time
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Backend, BulkKeyValue, ForeignListener, Outgoing, PubAck
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, error_codes, metadata
-from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
+from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.key_value import TTL, Entry, ttl_text
 from aviso_workers.jetstream.specs import StreamSpec
-
-__all__ = ["Bucket", "open_bucket", "open_existing"]
 
 NAME = re.compile(r"[-_a-zA-Z0-9]+")
 KEY = re.compile(r"(?!\.)[-/_=.a-zA-Z0-9]+(?<!\.)")
 MAX_HISTORY = 64
 MARKER_SECONDS = 60
-"""For how long it can be read that a key was deleted or forgotten."""
+"""For how long it can be read that a key was deleted."""
 TIMEOUT_SECONDS = 5.0
 MAX_PASSES = 10
 """How often at most a bucket is read on that is changed meanwhile."""
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
-DELETED = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
+DELETED = {"KV-Operation": "DEL"}
 SHORTEST_TTL_SECONDS = 1.0
+
+
+def bucket_spec(name: str, *, ttl_seconds: float | None = None, history: int = 1, replicas: int = 1) -> StreamSpec:
+    """Return the stream of a bucket. Raises `RefusedError` for a name or a history that none can have."""
+    if not NAME.fullmatch(name):
+        raise RefusedError(f"bucket {name!r}: a name is made of letters, digits, '-' and '_'")
+    if not 1 <= history <= MAX_HISTORY:
+        raise RefusedError(f"bucket {name}: history must be from 1 to {MAX_HISTORY}, found {history}")
+    max_age = int((ttl_seconds or 0) * SECOND)
+    return StreamSpec(
+        name=f"KV_{name}",
+        subjects=(f"$KV.{name}.>",),
+        max_msgs_per_subject=history,
+        max_age=max_age,
+        duplicate_window=min(DEFAULT_DUPLICATE_WINDOW, int((ttl_seconds or DEFAULT_DUPLICATE_WINDOW) * SECOND)),
+        discard="new",
+        num_replicas=replicas,
+        allow_msg_ttl=True,
+    )
 
 
 async def open_bucket(
@@ -50,24 +70,7 @@ async def open_bucket(
     replicas: int = 1,
 ) -> Bucket:
     """Return a bucket, created if it is missing, as `Backend.key_value` does."""
-    if not NAME.fullmatch(name):
-        raise RefusedError(f"bucket {name!r}: a name is made of letters, digits, '-' and '_'")
-    if not 1 <= history <= MAX_HISTORY:
-        raise RefusedError(f"bucket {name}: history must be from 1 to {MAX_HISTORY}, found {history}")
-    max_age = int((ttl_seconds or 0) * SECOND)
-    spec = StreamSpec(
-        name=f"KV_{name}",
-        subjects=(f"$KV.{name}.>",),
-        max_msgs_per_subject=history,
-        max_age=max_age,
-        duplicate_window=min(DEFAULT_DUPLICATE_WINDOW, int((ttl_seconds or DEFAULT_DUPLICATE_WINDOW) * SECOND)),
-        discard="new",
-        num_replicas=replicas,
-        allow_rollup_hdrs=True,
-        allow_msg_ttl=True,
-        # So that who watches hears of a key that is forgotten. With a history, a nats-server 2.15 forgets none then.
-        subject_delete_marker_ttl=UNSET if ttl_seconds or history > 1 else MARKER_SECONDS * SECOND,
-    )
+    spec = bucket_spec(name, ttl_seconds=ttl_seconds, history=history, replicas=replicas)
     try:
         info = await backend.stream_info(spec.name)
     except NotFoundError:
@@ -77,6 +80,7 @@ async def open_bucket(
             if error.code != error_codes.STREAM_NAME_IN_USE:
                 raise
             info = await backend.stream_info(spec.name)  # somebody else was faster, and made it a little different
+    max_age = int((ttl_seconds or 0) * SECOND)
     if 0 < info.config.max_age < max_age:
         with suppress(BackendError):  # it stays as it is where we may not change it
             info = await backend.update_stream({**info.config, "max_age": max_age})
@@ -110,10 +114,12 @@ class Bucket:
         self._name = name
         self._stream = f"KV_{name}"
         self._prefix = f"$KV.{name}."
-        self._knows_ttl = config.allow_msg_ttl
-        self._tells_ttl = config.subject_delete_marker_ttl > 0
+        self._history = config.max_msgs_per_subject
+        # Of several values, the one before would be the newest when the last is forgotten.
+        self._forgets = config.allow_msg_ttl and self._history == 1
+        self._knows_ttl = self._forgets and not config.max_age
         # What tells of a deletion goes some time later, so that a bucket does not grow by all keys there ever were.
-        self._deletion = {**DELETED, TTL: ttl_text(MARKER_SECONDS)} if self._knows_ttl else DELETED
+        self._deletion = {**DELETED, TTL: ttl_text(MARKER_SECONDS)} if self._forgets else DELETED
 
     async def get(self, key: str) -> Entry | None:
         newest = await self.newest(key)
@@ -153,7 +159,16 @@ class Bucket:
         headers: Mapping[str, str] | None = None,
     ) -> int:
         own = {} if ttl_seconds is None else {TTL: self._ttl(key, ttl_seconds)}
-        return await self._store(key, b"", {**(headers or {}), **self._deletion, **own}, revision, message_id)
+        last = await self._store(key, b"", {**(headers or {}), **self._deletion, **own}, revision, message_id)
+        for _ in range(1, self._history):  # the earlier values go
+            try:
+                last = await self._store(key, b"", self._deletion, last, None)
+            except ConflictError:
+                newest = await self.newest(key)
+                if newest is None or not newest.deleted or newest.foreign:
+                    break  # somebody has put a newer value
+                last = newest.revision  # an attempt whose acknowledgement was lost has stored some of these
+        return last
 
     async def put_many(self, values: Mapping[str, bytes | None]) -> None:
         request = secrets.token_hex(12)
@@ -257,7 +272,7 @@ class Bucket:
     def _ttl(self, key: str, seconds: float) -> str:
         what = f"bucket {self._name}, key {key}"
         self._backend.connection.require_server(2, 11, to="have a key forgotten after a time")
-        if not self._knows_ttl or not self._tells_ttl:
+        if not self._knows_ttl:
             raise RefusedError(
                 f"{what}: this bucket knows no ttl: it has a history or an age, or was made by somebody else"
             )

@@ -20,8 +20,6 @@ from aviso_workers.jetstream import error_codes, plans
 from aviso_workers.jetstream.plans import Difference, Plan, Stored
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
-__all__ = ["Provisioner"]
-
 
 class Provisioner:
     """Sees to it that a stream exists before it is used.
@@ -88,8 +86,7 @@ class Provisioner:
 
         Raises `UnavailableError`.
         """
-        # With a history, a nats-server forgets no expired key that leaves a marker.
-        spec = StreamSpec(name=f"KV_{bucket}", max_msgs_per_subject=history, subject_delete_marker_ttl=0)
+        spec = StreamSpec(name=f"KV_{bucket}", max_msgs_per_subject=history)
         await self._raise(spec, f"max_msgs_per_subject: not known -> {history}")
 
     async def _raise(self, spec: StreamSpec, wanted: str) -> None:
@@ -161,7 +158,8 @@ class Provisioner:
             if self._management == "observe":
                 raise NotFoundError(
                     f"stream {spec.name} does not exist, and stream_management: observe creates none; "
-                    "create it, or set stream_management to create or reconcile"
+                    "an operator creates it by `aviso-workers streams apply`; or set stream_management to create or "
+                    "reconcile, where the user may create streams"
                 )
             plan = await self._create(plan)
         _require_usable(plan)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
 import anyio
 import typer
-from msgspec import Struct, structs
+from msgspec import Struct
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from aviso_workers.app import App
-from aviso_workers.aviso.literals import time_text
+from aviso_workers.aviso.literals import printable, time_text
 from aviso_workers.cli import completion
-from aviso_workers.cli.options import argument, flag, option
-from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, printable, terminal
-from aviso_workers.cli.report import Seconds
+from aviso_workers.cli.options import argument, flag
+from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, terminal
+from aviso_workers.cli.report import Seconds, keep_shown, two_snapshots
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import (
-    AgentOption,
     ConfigOption,
     OpenedServer,
-    Target,
     connected,
     find_app,
     named_app,
@@ -32,63 +29,64 @@ from aviso_workers.cli.targets import (
 )
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
-from aviso_workers.ops import agent_inventory, agent_report
+from aviso_workers.ops import agent_control, agent_report, aviso_admin, snapshots
 from aviso_workers.ops.agent_inventory import Recorded
-from aviso_workers.ops.agent_report import AgentProgress, AgentRow
-from aviso_workers.ops.denials import Denials, asked
+from aviso_workers.ops.agent_report import AgentHealth, AgentRow
+from aviso_workers.ops.health import AgentFacts, failing_text, text_of
+from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import declarations
-from aviso_workers.state.failure_records import Retrying
-
-__all__ = ["agents", "one_app"]
+from aviso_workers.state.consumer_records import ConsumerRecord
+from aviso_workers.state.failure_records import LastFailure, Retrying
 
 agents = typer.Typer(help="Show the progress of agents, and pause, reset or remove them.", no_args_is_help=True)
 
+LOOK_SECONDS = 2.0
+"""Between the two looks of a command that has no `--seconds`."""
 ANSWER_SECONDS = 30.0
 """Longer than three servers of which one has just ended take to answer all requests."""
 
-OfApp = Annotated[
-    str | None, option("APP", "List only agents of this app: its name, or MODULE:APP.", autocompletion=completion.apps)
+MAYBE_AGENT_HELP = "The app, by its name or as MODULE:APP, or one of its agents."
+
+AgentArgument = Annotated[
+    str,
+    argument("APP/AGENT", "The agent, after its app: the app's name, or MODULE:APP.", autocompletion=completion.agents),
 ]
+AppOrAgent = Annotated[str, argument("APP[/AGENT]", MAYBE_AGENT_HELP, autocompletion=completion.apps)]
 
 
 @agents.command("ls")
 def list_agents(
-    target: Target = None,
-    agent: AgentOption = None,
-    app: OfApp = None,
+    target: Annotated[
+        str | None,
+        argument("APP[/AGENT]", f"{MAYBE_AGENT_HELP} Default: all.", autocompletion=completion.apps),
+    ] = None,
     watch: Annotated[bool, flag("--watch", "Update the list until Ctrl-C, every --seconds.")] = False,
     seconds: Seconds = 2.0,
     as_json: AsJson = False,
     config: ConfigOption = None,
-    everyone: Annotated[bool, typer.Option("--all", hidden=True)] = False,
 ) -> None:
-    """List the agents of one app or of all, with their lag. Exit with 1 if an agent is stuck or its consumer is gone.
+    """List the agents of one app or of all, with their lag and how they are. Exit with 1 if one needs somebody.
 
-    Without an app, these are all agents that read the configured event streams. The lag of an agent is pending
-    plus ack pending, and its change per second is negative while it shrinks. Redelivered counts the notifications that
-    are being tried again. The state names the last error of an agent that fails; timers and tasks are listed while they
-    fail.
+    The lag of an agent is pending plus ack pending, and its change per second is negative while it shrinks. Redelivered
+    counts the notifications that are being tried again. Timers and tasks are listed while they fail.
 
     Example: aviso-workers agents ls mine.agents:app --watch
     """
-    if everyone and (target or agent or app):
-        raise DeclarationError("say either --all, or which app: MODULE:APP, or --agent NAME")
     if watch and as_json:
         raise DeclarationError("say either --watch or --json")
-    given = one_app(target, app)
-    is_name = app is not None and ":" not in app and agent is None
-    found = find_app(given, agent=agent, config=config) if (given or agent) and not is_name else None
-    asked = _Asked(found, found.name if found else given, Denials())
+    given, agent = parts_of(target, form="APP[/AGENT]") if target else (None, "")
+    found = find_app(given, agent=None, config=config) if given and ":" in given else None
+    asked = _Asked(found, found.name if found else given, agent)
     source = found.config if found else config
     if watch:
         connected(source, lambda server: _watch(server, asked, seconds), declared=True)
         return
-    rows = connected(source, lambda server: _compared(server, asked, seconds), declared=True)
-    denied = asked.denied.text()
+    agents, snapshot = connected(source, lambda server: _compared(server, asked, seconds), declared=True)
+    rows, denied = asked.rows(agents, snapshot.recorded), snapshot.denied.text()
     print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json, partly=bool(denied))
     if denied:
         echo(denied, err=True)
-    if denied or any(row.trouble for row in rows):
+    if denied or any(row.needs for row in rows):
         raise typer.Exit(1)
 
 
@@ -98,105 +96,82 @@ class _Asked(Struct, frozen=True):
     app: App | None
     name: str | None
     """The name of the app; None for the agents of all apps."""
-    denied: Denials
-    """What the server denies our user."""
+    agent: str = ""
+    """The name of the agent; empty for all agents of the app."""
 
     async def report(
-        self, server: OpenedServer, recorded: Recorded, before: Iterable[AgentProgress] = ()
-    ) -> list[AgentProgress]:
-        """Return the report. What an earlier one, `before`, has found unanswered is not waited for again."""
-        away = {each.stream for each in before if each.unanswered and not each.denied}
-        admin, config = server.admin, server.config
+        self, server: OpenedServer, now: ServerSnapshot, before: ServerSnapshot | None
+    ) -> list[AgentHealth]:
+        """Return how they are, from two snapshots."""
+        code = []
         if self.app is not None:
-            return await agent_report.of_app(
-                admin, config, self.app, recorded=recorded, unavailable=away, denied=self.denied
-            )
-        everyones = await agent_report.of_deployment(
-            admin, config, recorded=recorded, unavailable=away, denied=self.denied
-        )
-        return _of_app(everyones, self.name) if self.name else everyones
+            code = [
+                (self.app.name, agent.name, aviso_admin.stream_of(self.app.config, agent.event_type))
+                for agent in self.app.agents
+            ]
+        found = await agent_report.of_server(server.admin, server.config, now, before, code=code)
+        named = [each for each in found if self.name in (None, each.facts.app)]
+        if self.name and not named:
+            apps = ", ".join(sorted({each.facts.app for each in found})) or "none"
+            raise NotFoundError(f"no agent of app {self.name} is known; there are apps: {apps}")
+        if self.agent and not (named := [each for each in named if each.facts.agent == self.agent]):
+            raise NotFoundError(f"no agent {self.agent} of app {self.name} is known")
+        return named
 
-    def rows(
-        self, recorded: Recorded, now: list[AgentProgress], before: list[AgentProgress], *, seconds: float
-    ) -> list[AgentRow]:
-        """Return the rows of agents, from two reports, and those of timers and tasks that fail."""
-        return agent_report.rows(now, before, seconds=seconds) + agent_report.failing(recorded, self.name)
-
-    async def unlisted(self, server: OpenedServer, recorded: Recorded) -> str:
-        """Return which agents cannot be listed, and what to do, as text; empty where there are none."""
-        if self.name:
-            return ""
-        listing = agent_inventory.elsewhere(server.admin, server.config, recorded)
-        found = await asked(self.denied, "streams", listing, [])
-        if not found:
-            return ""
-        return (
-            f"agents also read {'; '.join(found)}, of whose event types nothing is known here: name the configuration "
-            "that has them by --config, or the app by --app MODULE:APP"
-        )
+    def rows(self, found: list[AgentHealth], recorded: Recorded) -> list[AgentRow]:
+        """Return the rows of agents, and those of timers and tasks that fail."""
+        failing = [] if self.agent else agent_report.failing(recorded, self.name)
+        return [each.row for each in found] + failing
 
 
-async def _compared(server: OpenedServer, asked: _Asked, seconds: float) -> list[AgentRow]:
-    """Return the rows of two reports that are made `seconds` apart."""
-    before = await asked.report(server, await agent_inventory.recorded(server.admin, denied=asked.denied))
-    began = anyio.current_time()
-    await anyio.sleep(seconds)
-    recorded = await agent_inventory.recorded(server.admin, denied=asked.denied)
-    now = await asked.report(server, recorded, before)
-    rows = asked.rows(recorded, now, before, seconds=anyio.current_time() - began)
-    if elsewhere := await asked.unlisted(server, recorded):
-        if not now:
-            raise NotFoundError(elsewhere)
-        echo(elsewhere, err=True)
-    return rows
+async def _compared(server: OpenedServer, asked: _Asked, seconds: float) -> tuple[list[AgentHealth], ServerSnapshot]:
+    """Return how agents are, from two snapshots that are taken `seconds` apart, and the later one."""
+    now, before = await two_snapshots(server, seconds)
+    return await asked.report(server, now, before), now
 
 
-def one_app(argument: str | None, option: str | None) -> str | None:
-    """Return the app that is given as an argument or by `--app`. Raises `DeclarationError` where both are."""
-    if argument and option:
-        raise DeclarationError(f"give the app once: {argument}, or --app {option}")
-    return argument or option
-
-
-def _of_app(found: list[AgentProgress], app: str) -> list[AgentProgress]:
-    named = [progress for progress in found if progress.app == app]
-    if not named:
-        apps = ", ".join(sorted({progress.app for progress in found})) or "none"
-        raise NotFoundError(f"no agent of app {app} reads one of the configured streams; there are apps: {apps}")
-    return named
+def parts_of(target: str, *, form: str = "APP/AGENT") -> tuple[str, str]:
+    """Return the app and the agent of APP/AGENT, or of a form in which the agent may be left out, and is empty then.
+    Raises `DeclarationError`.
+    """
+    app, slash, agent = target.partition("/")
+    if not app or (not agent and (slash or form == "APP/AGENT")):
+        raise DeclarationError(f"{target!r} is no {form}, such as fields/index")
+    return app, agent
 
 
 @agents.command()
 def show(
-    target: Target = None,
-    agent: AgentOption = None,
-    app: Annotated[str | None, option("MODULE:APP", "The same as MODULE:APP.")] = None,
+    target: AppOrAgent,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
     """Show the policy and the progress of each agent of an app, and how its consumer on the server differs.
 
-    If the server does not answer, only the policy is shown, and the exit code is 1. Without MODULE:APP, the name of an
-    app shows the policy that its workers have recorded.
+    If the server does not answer, only the policy is shown, and the exit code is 1. By the name of an app, the policy
+    is the one that its workers have recorded.
 
     Example: aviso-workers agents show mine.agents:app
     """
-    named = one_app(target, app)
-    if named and ":" not in named and not agent:
-        connected(config, partial(_show_recorded, app=named, as_json=as_json), declared=True)
+    app, agent = parts_of(target, form="APP[/AGENT]")
+    if ":" not in app:
+        connected(config, partial(_show_recorded, app=app, agent=agent, as_json=as_json), declared=True)
         return
-    found = find_app(named, agent=agent, config=config)
+    found = find_app(app, agent=None, config=config)
     if mistakes := found.mistakes():
         raise ConfigError(mistakes)
-    anyio.run(_show, found, as_json)
+    if agent:
+        agent_control.declared(found, found.config, agent)
+    anyio.run(_show, found, agent, as_json)
 
 
-async def _show_recorded(server: OpenedServer, *, app: str, as_json: bool) -> None:
-    recorded = (await declarations.stored(server.admin)).get(app)
-    for progress in _of_app(await agent_report.of_deployment(server.admin, server.config), app):
-        policy = recorded.policies.get(progress.agent) if recorded else None
-        pairs = {"app": app, "agent": progress.agent, **(policy or {"policy": "no worker has recorded it"})}
-        _print_pairs(pairs | _progress(progress), as_json=as_json)
+async def _show_recorded(server: OpenedServer, *, app: str, agent: str, as_json: bool) -> None:
+    agents, snapshot = await _compared(server, _Asked(None, app, agent), LOOK_SECONDS)
+    recorded = snapshot.recorded.apps.get(app)
+    for each in agents:
+        policy = recorded.policies.get(each.facts.agent) if recorded else None
+        pairs = {"app": app, "agent": each.facts.agent, **(policy or {"policy": "no worker has recorded it"})}
+        _print_pairs(pairs | _progress(each), as_json=as_json)
 
 
 def _print_pairs(pairs: Mapping[str, str], *, as_json: bool) -> None:
@@ -207,72 +182,76 @@ def _print_pairs(pairs: Mapping[str, str], *, as_json: bool) -> None:
         typer.echo()
 
 
-async def _show(app: App, as_json: bool) -> None:
-    known: dict[str, AgentProgress] = {}
+async def _show(app: App, agent: str, as_json: bool) -> None:
+    known: dict[str, AgentHealth] = {}
     unknown = ""
     try:
         with anyio.fail_after(ANSWER_SECONDS):
             async with opened(app.config) as server:
-                report = await agent_report.of_app(server.admin, server.config, app)
-            known = {progress.agent: progress for progress in report}
+                agents, _ = await _compared(server, _Asked(app, app.name), LOOK_SECONDS)
+            known = {each.facts.agent: each for each in agents}
     except (BackendError, TimeoutError) as error:
         unknown = str(error) or "the server does not answer"
-    for declared in app.agents:
+    for declared in [each for each in app.agents if agent in ("", each.name)]:
         pairs = {
             "app": app.name,
             "agent": declared.name,
             **declarations.policy(app.config.notification_schema, declared),
         }
-        if progress := known.get(declared.name):
-            pairs |= _progress(progress) | _differing(app, declared, progress)
-            if declared.policy.singleton:
-                pairs["pinned since"] = progress.pinned_since
+        if found := known.get(declared.name):
+            pairs |= _progress(found) | _differing(app, declared, found.facts)
         _print_pairs(pairs, as_json=as_json)
     if unknown:
         echo(f"how far they have come is not known: {unknown}", err=True)
         raise typer.Exit(1)
 
 
-def _progress(progress: AgentProgress) -> dict[str, str]:
-    if progress.why_none:
-        return {"consumer": progress.why_none}
-    record = progress.record
+def _progress(of: AgentHealth) -> dict[str, str]:
+    facts, found = of.facts, of.judgement
+    record = facts.record if isinstance(facts.record, ConsumerRecord) else None
     recorded = f"settled up to sequence {record.ack_floor}, at {time_text(record.time)}" if record else "none"
-    numbers = {
-        "pending": progress.pending,
-        "ack pending": progress.ack_pending,
-        "redelivered": progress.redelivered,
-        "dead letters": progress.dead_letters,
-    }
-    texts = {
+    pairs = {
+        "state": found.text,
+        "since": time_text(found.since) if found.since else "",
+        "cure": found.cure,
+        "pending": str(facts.pending),
+        "ack pending": str(facts.ack_pending),
+        "redelivered": str(facts.redelivered),
+        "dead letters": "not known" if facts.dead_letters is None else str(facts.dead_letters),
         "recorded position": recorded,
-        "paused until": progress.paused_until,
-        "trouble": progress.trouble,
-        "last failure": _last_failure(progress),
+        "pinned since": _pinned_since(facts),
+        "last failure": _last_failure(facts),
     }
-    return {name: str(number) for name, number in numbers.items()} | {
-        name: text for name, text in texts.items() if text
-    }
+    return {name: text for name, text in pairs.items() if text}
 
 
-def _last_failure(progress: AgentProgress) -> str:
-    if progress.failing:
-        return progress.failing
-    failure = progress.failure
-    return f"over, the last was at {time_text(failure.last)}: {failure.described}" if failure else ""
+def _pinned_since(facts: AgentFacts) -> str:
+    """Return since when one worker of a singleton is pinned, and handles all notifications; empty of other agents."""
+    if (consumer := facts.consumer) is None or not consumer.priority_groups:
+        return ""
+    since = consumer.pinned_since
+    return time_text(since) if since else "no worker is pinned before the first notification"
 
 
-def _differing(app: App, agent: Agent[Any, Any], progress: AgentProgress) -> dict[str, str]:
-    if progress.events is None:
+def _last_failure(facts: AgentFacts) -> str:
+    failure = facts.failure
+    if not isinstance(failure, LastFailure):
+        return ""
+    if failure.until > facts.now:
+        return failing_text(failure)
+    return f"over, the last was at {time_text(failure.last)}: {failure.described}"
+
+
+def _differing(app: App, agent: Agent[Any, Any], facts: AgentFacts) -> dict[str, str]:
+    if facts.consumer is None:
         return {}
-    found = agent_report.differing(app.config, agent, progress.events.config)
+    found = agent_report.differing(app.config, agent, facts.consumer.config)
     return {"on the server": found} if found else {}
 
 
 @agents.command()
 def retrying(
-    app: Annotated[str, argument("APP", "Name of the app, or MODULE:APP.", autocompletion=completion.apps)],
-    agent: Annotated[str, argument("AGENT", "Name of the agent.", autocompletion=completion.agents)],
+    target: AgentArgument,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
@@ -282,25 +261,18 @@ def retrying(
     Workers record up to 100, every 5 seconds at most: first those at which the agent is blocked, then those due first.
     So a notification may be listed for some seconds after its next attempt was due.
 
-    Example: aviso-workers agents retrying fields index_field
+    Example: aviso-workers agents retrying fields/index_field
     """
-    name, config = named_app(app, config)
-    assert name is not None
-    app, denied = name, Denials()
-
-    async def read(server: OpenedServer) -> list[AgentProgress]:
-        return await agent_report.of_deployment(server.admin, server.config, denied=denied)
-
-    everyones = connected(config, read, declared=True)
-    found = [each for each in _of_app(everyones, app) if each.agent == agent]
-    if not found:
-        raise NotFoundError(f"app {app} has no agent {agent} that reads one of the configured streams")
-    waiting = [each for progress in found for each in progress.retrying]
+    given, agent = parts_of(target)
+    app, config = named_app(given, config)
+    wanted = _Asked(None, app, agent)
+    found, snapshot = connected(config, lambda server: _compared(server, wanted, LOOK_SECONDS), declared=True)
+    waiting = [each for of_stream in found for each in of_stream.facts.retrying]
     print_rows(RETRYING, map(_retrying_row, waiting), waiting, none="nothing is retried", as_json=as_json)
     if not as_json:
-        for progress in found:
-            echo(f"{progress.stream}: {progress.state_since(None)}")
-    if said := denied.text():
+        for each in found:
+            echo(f"{each.facts.stream}: {each.judgement.text}")
+    if said := snapshot.denied.text():
         echo(said, err=True)
         raise typer.Exit(1)
 
@@ -315,32 +287,18 @@ def _retrying_row(each: Retrying) -> tuple[str, ...]:
 
 
 async def _watch(server: OpenedServer, asked: _Asked, seconds: float) -> None:
-    recorded = await agent_inventory.recorded(server.admin, denied=asked.denied)
-    if elsewhere := await asked.unlisted(server, recorded):
-        echo(elsewhere, err=True)
-    console = terminal()
-    before, began = await asked.report(server, recorded), anyio.current_time()
+    before = await snapshots.take(server.admin)
 
     async def shown() -> RenderableType:
-        nonlocal asked, before, began
-        asked = structs.replace(asked, denied=Denials())
-        recorded = await agent_inventory.recorded(server.admin, denied=asked.denied)
-        now, ended = await asked.report(server, recorded), anyio.current_time()
-        rows = asked.rows(recorded, now, before, seconds=ended - began)
-        before, began = now, ended
-        listed = table(AGENTS, [_row(row) for row in rows], width=console.width) if rows else Text("no agents")
-        return Group(listed, Text(printable(text))) if (text := asked.denied.text()) else listed
+        nonlocal before
+        now = await snapshots.take(server.admin)
+        rows = asked.rows(await asked.report(server, now, before), now.recorded)
+        before = now
+        listed = table(AGENTS, [_row(row) for row in rows], width=terminal().width) if rows else Text("no agents")
+        return Group(listed, Text(printable(text))) if (text := now.denied.text()) else listed
 
-    while not console.is_terminal:
-        await anyio.sleep(seconds)
-        console.print(await shown())
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            await anyio.sleep(seconds)
-            try:
-                live.update(await shown(), refresh=True)
-            except BackendError as error:
-                live.update(Text(printable(str(error))), refresh=True)
+    await anyio.sleep(seconds)
+    await keep_shown(shown, seconds=seconds)
 
 
 AGENTS = (
@@ -357,8 +315,8 @@ AGENTS = (
 
 
 def _row(row: AgentRow) -> tuple[str, ...]:
-    of = (row.app, row.agent, row.stream)
-    if row.why_none or row.stream == "-":
-        return (*of, *("-",) * 5, row.state)
+    of, state = (row.app, row.agent, row.stream), text_of(row.state, row.why, row.also)
+    if row.stream == "-":
+        return (*of, *("-",) * 5, state)
     numbers = (row.pending, row.ack_pending, row.redelivered, "-" if row.dead_letters is None else row.dead_letters)
-    return (*of, *map(str, numbers), f"{row.rate:+.1f}", row.state)
+    return (*of, *map(str, numbers), f"{row.rate:+.1f}", state)

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from aviso_workers.aviso.positions import parse_position
-from aviso_workers.cli import completion
-from aviso_workers.cli.agents import agents, one_app
+from aviso_workers.cli.agents import AgentArgument, AppOrAgent, agents, parts_of
 from aviso_workers.cli.arguments import parse_pause
 from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.options import For, argument, flag, option
@@ -19,46 +18,40 @@ from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import agent_control, retirement, retried
 from aviso_workers.ops.agent_control import AgentConsumer, Reset
 from aviso_workers.ops.retirement import Retirement
-from aviso_workers.state.failure_counts import Decides
-
-__all__ = ["agents"]
-
-Agent = Annotated[str, argument("AGENT", "Name of the agent, e.g. index_field.", autocompletion=completion.agents)]
-Owner = Annotated[str, option("APP", "Name of the agent's app, or MODULE:APP.", autocompletion=completion.apps)]
+from aviso_workers.state.orders import Decides
 
 
 @agents.command()
 def pause(
-    agent: Agent,
-    app: Owner,
+    target: AgentArgument,
     for_: For = None,
     config: ConfigOption = None,
 ) -> None:
     """Pause an agent in all its workers. Notifications that they have begun to handle are finished.
 
-    Example: aviso-workers agents pause index_field --app field-index --for 2h
+    Example: aviso-workers agents pause field-index/index_field --for 2h
     """
     seconds = parse_pause(for_)
 
-    async def run(server: OpenedServer, target: AgentConsumer) -> None:
-        until = await agent_control.pause(server.admin, target, seconds=seconds)
-        typer.echo(f"{agent} is paused until {agent_control.end_text(until)}{_on_all(target)}")
+    async def run(server: OpenedServer, agent: AgentConsumer) -> None:
+        until = await agent_control.pause(server.admin, agent, seconds=seconds)
+        typer.echo(f"{agent.agent} is paused until {agent_control.end_text(until)}{_on_all(agent)}")
 
-    _control(agent, app, config, run, several=True)
+    _control(target, config, run, several=True)
 
 
 @agents.command()
-def resume(agent: Agent, app: Owner, config: ConfigOption = None) -> None:
+def resume(target: AgentArgument, config: ConfigOption = None) -> None:
     """Resume a paused agent in all its workers.
 
-    Example: aviso-workers agents resume index_field --app field-index
+    Example: aviso-workers agents resume field-index/index_field
     """
 
-    async def run(server: OpenedServer, target: AgentConsumer) -> None:
-        await agent_control.resume(server.admin, target)
-        typer.echo(f"{agent} is resumed{_on_all(target)}")
+    async def run(server: OpenedServer, agent: AgentConsumer) -> None:
+        await agent_control.resume(server.admin, agent)
+        typer.echo(f"{agent.agent} is resumed{_on_all(agent)}")
 
-    _control(agent, app, config, run, several=True)
+    _control(target, config, run, several=True)
 
 
 Sequences = Annotated[
@@ -69,23 +62,21 @@ All = Annotated[bool, flag("--all", "All that the agent retries, as `agents retr
 
 @agents.command()
 def retry(
-    agent: Agent,
-    app: Owner,
+    target: AgentArgument,
     sequences: Sequences = None,
     everything: All = False,
     config: ConfigOption = None,
 ) -> None:
     """Try notifications that an agent retries now, and say what becomes of each. Exit with 1 if any is not handled.
 
-    Example: aviso-workers agents retry index_field 4711 --app field-index
+    Example: aviso-workers agents retry field-index/index_field 4711
     """
-    _decide(agent, app, config, "retry", sequences, everything=everything)
+    _decide(target, config, "retry", sequences, everything=everything)
 
 
 @agents.command()
 def skip(
-    agent: Agent,
-    app: Owner,
+    target: AgentArgument,
     sequences: Sequences = None,
     everything: All = False,
     yes: Yes = False,
@@ -94,15 +85,14 @@ def skip(
     """Skip notifications that an agent retries: each becomes a dead letter, and those behind it are handled. Exit with
     1 if any is not skipped.
 
-    Example: aviso-workers agents skip index_field 4711 --app field-index --yes
+    Example: aviso-workers agents skip field-index/index_field 4711 --yes
     """
-    _decide(agent, app, config, "skip", sequences, everything=everything, yes=yes)
+    _decide(target, config, "skip", sequences, everything=everything, yes=yes)
 
 
 @agents.command()
 def reset(
-    agent: Agent,
-    app: Owner,
+    target: AgentArgument,
     to: Annotated[
         str,
         option(
@@ -117,24 +107,23 @@ def reset(
     """Reset an agent to another position in its stream: back, to handle notifications again, or forward, to skip some.
     Its workers may run or not. It needs nats-server 2.14 or newer, except where the agent's consumer does not exist.
 
-    Example: aviso-workers agents reset index_field --app field-index --to 2026-11-20T06:00:00Z
+    Example: aviso-workers agents reset field-index/index_field --to 2026-11-20T06:00:00Z
     """
     position = parse_position(to, name="--to")
 
-    async def run(server: OpenedServer, target: AgentConsumer) -> None:
-        plan = await agent_control.plan_reset(server.admin, target, position)
+    async def run(server: OpenedServer, agent: AgentConsumer) -> None:
+        plan = await agent_control.plan_reset(server.admin, agent, position)
         _print_plan(plan)
         confirm(yes, to="reset it")
         ahead = await agent_control.reset(server.admin, plan)
-        typer.echo(f"{agent} goes on at {target.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
+        typer.echo(f"{agent.agent} goes on at {agent.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
 
-    _control(agent, app, config, run)
+    _control(target, config, run)
 
 
 @agents.command()
 def rename(
-    app: Annotated[str, argument("APP", "Name of the app, or MODULE:APP.", autocompletion=completion.apps)],
-    agent: Annotated[str, argument("OLD", "Name that the agent has had.", autocompletion=completion.agents)],
+    target: AgentArgument,
     to: Annotated[str, argument("NEW", "Name that the code gives it now.")],
     workers_stopped: Annotated[
         bool,
@@ -151,10 +140,10 @@ def rename(
     """Rename an agent on the server: under its new name, it goes on where it is. Stop the workers with the old name
     first. Its dead letters stay under the old name.
 
-    Example: aviso-workers agents rename field-index index index_field
+    Example: aviso-workers agents rename field-index/index index_field
     """
+    app, agent = parts_of(target)
     name, config = named_app(app, config)
-    assert name is not None
 
     async def run(server: OpenedServer) -> None:
         plan = await agent_control.plan_rename(server.admin, name, agent, to, workers_stopped=workers_stopped)
@@ -173,18 +162,7 @@ def rename(
 
 @agents.command("rm")
 def remove(
-    target: Annotated[
-        str | None, argument("APP", "Name of the app, or MODULE:APP.", autocompletion=completion.apps)
-    ] = None,
-    agent: Annotated[
-        str,
-        option(
-            "AGENT",
-            "Remove only this agent, and nothing that the app's agents share. Default: the whole app.",
-            autocompletion=completion.agents,
-        ),
-    ] = "",
-    app: Annotated[str | None, option("APP", "The same as the argument APP.", autocompletion=completion.apps)] = None,
+    target: AppOrAgent,
     workers_stopped: Annotated[
         bool,
         flag(
@@ -197,13 +175,12 @@ def remove(
     config: ConfigOption = None,
 ) -> None:
     """Remove an app, or one of its agents, from the server for good: its consumers, buckets and tables. Stop its
-    workers first. Notifications and dead letters stay.
+    workers first. Notifications and dead letters stay. With one agent, nothing that the app's agents share is removed.
 
     Example: aviso-workers agents rm field-index
     """
-    name, config = named_app(one_app(target, app), config)
-    if name is None:
-        raise DeclarationError("say which app: its name, or MODULE:APP")
+    app, agent = parts_of(target, form="APP[/AGENT]")
+    name, config = named_app(app, config)
 
     async def run(server: OpenedServer) -> None:
         plan = await retirement.plan(server.admin, name, agent, workers_stopped=workers_stopped)
@@ -227,8 +204,7 @@ def _retirement_rows(plan: Retirement) -> list[tuple[str, str, str]]:
 
 
 def _control(
-    agent: str,
-    owner: str,
+    target: str,
     config: ConfigSource | None,
     run: Callable[[OpenedServer, AgentConsumer], Awaitable[None]],
     *,
@@ -237,10 +213,11 @@ def _control(
     """Call `run` with an agent's consumer, which is found by the app's code for MODULE:APP, else by its name on the
     server; with `several`, on all streams where it has one.
     """
+    owner, agent = parts_of(target)
     if ":" in owner:
         app = find_app(owner, agent=None, config=config)
-        target = agent_control.declared(app, app.config, agent)
-        connected(app.config, lambda server: run(server, target))
+        found = agent_control.declared(app, app.config, agent)
+        connected(app.config, lambda server: run(server, found))
         return
 
     async def find_and_run(server: OpenedServer) -> None:
@@ -269,8 +246,7 @@ def _print_plan(plan: Reset) -> None:
 
 
 def _decide(
-    agent: str,
-    owner: str,
+    target: str,
     config: ConfigSource | None,
     decides: Decides,
     sequences: Sequence[int] | None,
@@ -282,18 +258,18 @@ def _decide(
     if bool(sequences) == everything:
         raise DeclarationError("say which: the sequences that `aviso-workers agents retrying` lists, or --all")
 
-    async def run(server: OpenedServer, target: AgentConsumer) -> None:
-        asked = await retried.plan(server.admin, target, sequences or (), decides)
+    async def run(server: OpenedServer, agent: AgentConsumer) -> None:
+        asked = await retried.plan(server.admin, agent, sequences or (), decides)
         if decides == "skip":
             behind = sum(each.behind for each in asked)
             waits = f"; {behind} that wait behind them run without" if behind else ""
-            typer.echo(f"{len(asked)} of {agent} to be skipped{waits}")
+            typer.echo(f"{len(asked)} of {agent.agent} to be skipped{waits}")
             confirm(yes, to="skip them")
-        await retried.decide(server.admin, target, asked)
-        answers = await retried.wait(server.admin, target, asked)
+        await retried.decide(server.admin, agent, asked)
+        answers = await retried.wait(server.admin, agent, asked)
         for each in answers:
             echo(f"{each.stream}@{each.sequence}: {each.text}")
         if not all(each.carried_out for each in answers):
             raise typer.Exit(1)
 
-    _control(agent, owner, config, run, several=True)
+    _control(target, config, run, several=True)

@@ -18,16 +18,6 @@ from aviso_workers.aviso.literals import Duration
 from aviso_workers.aviso.notifications import parse_pairs
 from aviso_workers.errors import DeclarationError, InvalidNotificationError, InvalidPositionError
 
-__all__ = [
-    "FileLine",
-    "LinesFile",
-    "lines_file",
-    "parse_duration",
-    "parse_pause",
-    "parse_payload",
-    "parse_where",
-]
-
 TYPE = "int.ecmwf.aviso."
 """The prefix of the types of Aviso's CloudEvents, before the event type."""
 CLOUD_EVENT = "specversion"

@@ -28,8 +28,6 @@ from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, BackupSchedule, Identities, Keep, Making, Spool
 from aviso_workers.telemetry import logs
 
-__all__ = ["Storage", "backup", "bar"]
-
 BACKUPS = ("stream", "made", "messages", "bytes", "nats-server", "kind", "directory")
 
 backup = typer.Typer(

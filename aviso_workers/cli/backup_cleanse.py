@@ -21,8 +21,6 @@ from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Forgotten, Identities, Takes
 from aviso_workers.ops.erasure import records
 
-__all__ = ["cleanse"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -14,8 +14,6 @@ from aviso_workers.errors import AvisoWorkersError, BackendError, BackupError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Identities, Keep, RestoredStream, Spool
 
-__all__ = ["create", "prune", "restore"]
-
 
 async def create(
     admin: Admin,

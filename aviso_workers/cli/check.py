@@ -9,8 +9,6 @@ from aviso_workers.cli.output import echo
 from aviso_workers.cli.targets import AgentOption, ConfigOption, Target, find_app
 from aviso_workers.errors import ConfigError
 
-__all__ = ["check"]
-
 
 def check(
     target: Target = None,

@@ -23,8 +23,6 @@ from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.ops import agent_inventory, aviso_admin
 
-__all__ = ["Event", "Stream", "agents", "apps", "consumers", "event_types", "events_and_streams", "streams"]
-
 T = TypeVar("T")
 
 SECONDS = 3.0
@@ -53,23 +51,27 @@ def consumers(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def agents(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the agents on the server, as APP/AGENT, that begin with what was typed."""
+    return _beginning(incomplete, ("/".join(each) for each in _asked(ctx, _agents)))
+
+
+def agents_of(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the agents, of the app that was typed before if there is one, that begin with what was typed."""
-    wanted = ctx.params.get("app") or ""
-    of_all = not wanted or ":" in wanted  # as MODULE:APP, whose name only its author's code says
-    return _beginning(incomplete, (agent for app, agent in _asked(ctx, _agents) if of_all or app == wanted))
+    wanted = ctx.params.get("app") or ":"  # which MODULE:APP has too, whose name only its author's code says
+    return _beginning(incomplete, (agent for app, agent in _asked(ctx, _agents) if ":" in wanted or app == wanted))
 
 
 def apps(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the apps with agents on the server that begin with what was typed."""
-    return _beginning(incomplete, (app for app, _ in _asked(ctx, _agents)))
+    """Return the apps with agents on the server that begin with what was typed, or the agents behind `APP/`."""
+    found = _asked(ctx, _agents)
+    return _beginning(incomplete, ("/".join(each) if "/" in incomplete else each[0] for each in found))
 
 
 async def _agents(server: OpenedServer) -> set[tuple[str, str]]:
     """Return the names of all agents that read one of the configured event streams, each after that of its app."""
-    found = set[tuple[str, str]]()
-    for stream in await aviso_admin.event_streams(server.admin, server.config):
-        found |= (await agent_inventory.agents(server.admin, stream)).keys()
-    return found
+    streams = await aviso_admin.event_streams(server.admin, server.config)
+    names = [name for stream in streams for name in await server.admin.consumer_names(stream)]
+    return set(filter(None, map(agent_inventory.agent_of, names)))
 
 
 def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:

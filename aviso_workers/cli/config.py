@@ -16,8 +16,6 @@ from aviso_workers.config import display, shipped_files
 from aviso_workers.errors import ConfigError
 from aviso_workers.state.asyncapi import document
 
-__all__ = ["config"]
-
 config = typer.Typer(
     help="Print the configuration in effect, its JSON Schema, an app as AsyncAPI, and the shipped files.",
     no_args_is_help=True,

@@ -8,8 +8,6 @@ import typer
 
 from aviso_workers.cli.options import flag
 
-__all__ = ["Yes", "confirm"]
-
 Yes = Annotated[bool, flag("--yes", "Carry it out. Without --yes, the command only says what it would do.")]
 
 

@@ -19,8 +19,6 @@ from aviso_workers.config import Config
 from aviso_workers.errors import ConfigError
 from aviso_workers.telemetry import logs
 
-__all__ = ["console"]
-
 
 def console(
     host: Annotated[
@@ -47,7 +45,7 @@ def console(
         name, _, descriptor = member.partition(":")
         structlog.contextvars.bind_contextvars(process=name)
         line = socket.socket(fileno=int(descriptor))
-        loaded = loaded.with_defaults(retry_attempts=sys.maxsize, max_reconnect_attempts=0)  # as workers do
+        loaded = loaded.with_defaults(retry_attempts=sys.maxsize)  # as workers do
         host = loaded.workers.status.host
     loaded = _with(loaded, host, port)
     if refusals := loaded.workers.console.refusals(loaded.workers.console.host):

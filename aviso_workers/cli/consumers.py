@@ -15,13 +15,11 @@ from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.options import argument
 from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows
-from aviso_workers.cli.report import Seconds, consumer_state, duration, snapshots
+from aviso_workers.cli.report import Seconds, consumer_state, duration, two_snapshots
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.jetstream.info import ConsumerInfo
-from aviso_workers.ops import maintenance, reports
+from aviso_workers.ops import maintenance, reports, snapshots
 from aviso_workers.ops.reports import ConsumerRow
-
-__all__ = ["consumers"]
 
 consumers = typer.Typer(help="List, show, remove and unpin the consumers of any stream.", no_args_is_help=True)
 
@@ -50,8 +48,8 @@ async def list_consumers(
 
     Example: aviso-workers consumers ls MARS
     """
-    take = partial(reports.take, stream=stream or "")
-    now, before = await snapshots(server, seconds, take)
+    take = partial(snapshots.take, stream=stream or "")
+    now, before = await two_snapshots(server, seconds, take)
     rows = reports.consumers(now, before)
     denied = now.denied.text()
     partly = bool(now.unavailable or denied)

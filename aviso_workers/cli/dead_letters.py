@@ -13,27 +13,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aviso_workers.aviso.codec import store_time
-from aviso_workers.aviso.literals import body_text
+from aviso_workers.aviso.literals import body_text, printable
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.options import argument, finite, flag, option
-from aviso_workers.cli.output import Columns, print_json, print_table, printable, skipped_reported, terminal
+from aviso_workers.cli.output import Columns, print_json, print_table, skipped_reported, terminal
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
-from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError
+from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_control
 from aviso_workers.ops.dead_letters import (
-    DeadLetter,
     Group,
     Selection,
     StoredDeadLetters,
     document,
     grouped,
     portions,
+    require_one_app,
 )
-
-__all__ = ["dead_letters"]
+from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 
 dead_letters = typer.Typer(
     help="List dead letters, return them to the agents that failed, or erase them.", no_args_is_help=True
@@ -54,7 +53,7 @@ Sequences = Annotated[
 OfApp = Annotated[
     str | None, option("APP", "Only those of this app: its name, or MODULE:APP.", autocompletion=completion.apps)
 ]
-OfAgent = Annotated[str | None, option("AGENT", "Only those of this agent.", autocompletion=completion.agents)]
+OfAgent = Annotated[str | None, option("AGENT", "Only those of this agent.", autocompletion=completion.agents_of)]
 Reason = Annotated[str | None, option("REASON", "Only those with this reason, e.g. attempts_exhausted.")]
 OfStream = Annotated[
     str | None,
@@ -87,7 +86,8 @@ def ls(
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
-    """List dead letters, the oldest first. More than 20 are grouped by agent, reason, class of error and line.
+    """List dead letters, the oldest of an app first. More than 20 are grouped by agent, reason, class of error and
+    line.
 
     A group shows how many there are, when the first and the last became a dead letter, and the newest one.
 
@@ -144,16 +144,18 @@ def show(
     sequence: Annotated[
         int, argument("SEQUENCE", "Sequence of the dead letter, as `dead-letters ls` lists it.", min=1)
     ],
+    app: OfApp = None,
     as_json: AsJson = False,
     config: ConfigOption = None,
 ) -> None:
     """Show one dead letter with its reason, its error, its headers and its body.
 
-    Example: aviso-workers dead-letters show 17
+    Example: aviso-workers dead-letters show 17 --app mars-indexer
     """
+    app, config = _named_app(app, None, config)
 
     async def run(stored: StoredDeadLetters) -> None:
-        dead_letter = await stored.get(sequence)
+        dead_letter = await stored.get(sequence, app)
         if as_json:
             print_json(document(dead_letter))
         else:
@@ -208,7 +210,7 @@ def drop(
 ) -> None:
     """Erase dead letters for good.
 
-    Example: aviso-workers dead-letters drop 17 --yes
+    Example: aviso-workers dead-letters drop 17 --app mars-indexer
     """
     app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
@@ -244,17 +246,19 @@ def _act(
     _run(config, run)
 
 
-async def _found(stored: StoredDeadLetters, wanted: Selection) -> frozenset[int]:
-    """Print the counts of the selected dead letters, and return their sequences. Raises `NotFoundError` where one is
-    missing.
+async def _found(stored: StoredDeadLetters, wanted: Selection) -> frozenset[LetterId]:
+    """Print the counts of the selected dead letters, and return their apps and sequences. Raises `NotFoundError` where
+    one that is named by its sequence is missing, `RefusedError` where several apps have such a one.
     """
-    found: set[int] = set()
+    found: set[LetterId] = set()
     counts = Counter[tuple[str, str, str]]()
     async with aclosing(stored.select(wanted)) as dead_letters:
         async for dead_letter in dead_letters:
-            found.add(dead_letter.sequence)
+            found.add(dead_letter.id)
             counts[dead_letter.app, dead_letter.agent, dead_letter.reason] += 1
-    if missing := sorted(wanted.sequences - found):
+    if wanted.sequences:
+        require_one_app({app for app, _ in found})
+    if missing := sorted(wanted.sequences - {sequence for _, sequence in found}):
         raise NotFoundError(f"no such dead letter: {', '.join(map(str, missing))}; nothing was done")
     if found:
         rows = [(*key, str(count)) for key, count in sorted(counts.items())]
@@ -271,7 +275,7 @@ async def _say_none(stored: StoredDeadLetters) -> None:
 
 async def _act_on(
     stored: StoredDeadLetters,
-    found: frozenset[int],
+    found: frozenset[LetterId],
     act: Action,
     done: str,
     rate: float | None,
@@ -279,7 +283,7 @@ async def _act_on(
     """Read the dead letters once more, which needs no memory for all of them, and act on exactly those that were
     shown, at most `rate` of them a second.
     """
-    count = 0
+    count, refused = 0, list[RefusedError]()
     columns = (TextColumn(done), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -290,9 +294,14 @@ async def _act_on(
                 count += 1
                 progress.advance(bar)
 
-            async with aclosing(stored.select(Selection(sequences=found))) as dead_letters:
+            async with aclosing(stored.select(Selection(chosen=found))) as dead_letters:
                 async for portion in portions(dead_letters, rate=rate):
-                    await act(stored, *portion, note=note)
+                    try:
+                        await act(stored, *portion, note=note)
+                    except RefusedError as error:
+                        refused.append(error)  # of one agent: the others are no worse for it
+        if refused:
+            raise refused[0]
     except BaseException:
         typer.echo(f"{count} of {len(found)} {done}")
         raise
@@ -307,7 +316,7 @@ def _run(config: ConfigSource | None, run: Callable[[StoredDeadLetters], Awaitab
     with skipped_reported(events):
 
         async def run_connected(server: OpenedServer) -> None:
-            await run(StoredDeadLetters(server.admin, server.config, events=events))
+            await run(StoredDeadLetters(server.admin, events=events))
 
         connected(config, run_connected)
 
@@ -319,7 +328,7 @@ def _named_app(
     if app is not None and ":" in app and agent is not None:
         found = find_app(app, agent=None, config=config)
         agent_control.declared(found, found.config, agent)
-    return named_app(app, config)
+    return named_app(app, config) if app is not None else (None, config)
 
 
 def _selection(

@@ -12,8 +12,6 @@ from aviso_workers.cli.output import print_table
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import aviso_admin
 
-__all__ = ["delete"]
-
 
 @on_server
 async def delete(

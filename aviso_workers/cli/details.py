@@ -12,13 +12,11 @@ from typing import Annotated, TypeVar
 import typer
 
 from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.cli.options import flag
 from aviso_workers.cli.output import print_json, print_record
 from aviso_workers.jetstream import fields
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import SILENT_NANOSECONDS, Cluster, ConsumerInfo, StreamInfo
-
-__all__ = ["AsAnswered", "print_details", "replicas", "time_text"]
 
 AsAnswered = Annotated[bool, flag("--json", "Print the server's whole answer as one JSON document.")]
 T = TypeVar("T", StreamInfo, ConsumerInfo)

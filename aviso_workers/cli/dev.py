@@ -30,8 +30,6 @@ from aviso_workers.server.processes import DIRECTORY, Node
 from aviso_workers.worker import fleet, process
 from aviso_workers.worker.fleet import FleetPlan
 
-__all__ = ["dev"]
-
 NATS_URL = "notification_backend.jetstream.nats_url"
 MAX_PORTS = 20
 """How many ports after the configured one are tried for the status port."""

@@ -8,13 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from aviso_workers.aviso.literals import printable
 from aviso_workers.cli.options import flag, option, seconds_between
-from aviso_workers.cli.output import echo, print_json, printable
+from aviso_workers.cli.output import echo, print_json
 from aviso_workers.cli.targets import ConfigOption, connected, find_app, load
 from aviso_workers.errors import AvisoWorkersError, BackendError
 from aviso_workers.ops.doctor import Report, Scope, State, examine, hurried, output
-
-__all__ = ["doctor"]
 
 NAGIOS_CODES = {State.PASS: 0, State.SKIP: 0, State.ACCEPTED: 0, State.WARN: 1, State.FAIL: 2}
 NAGIOS_UNKNOWN = 3

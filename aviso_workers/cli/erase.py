@@ -19,8 +19,6 @@ from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops.erasure import ELSEWHERE, INDEX_WITHIN, Eraser, Survey, Suspect
 
-__all__ = ["erase"]
-
 SHOWN = 5
 """Sequences in a row of the table."""
 SHOWN_KEYS = 50

@@ -8,8 +8,6 @@ from typing import Annotated
 from aviso_workers.cli.options import option
 from aviso_workers.ops.backups import Identities
 
-__all__ = ["IdentityOption", "identities_of"]
-
 IdentityOption = Annotated[Path | None, option("FILE", "File with the secret keys of age that open encrypted backups.")]
 
 

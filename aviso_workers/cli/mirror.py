@@ -19,8 +19,6 @@ from aviso_workers.ops.consumer_positions import Carried
 from aviso_workers.ops.promotion import Promotion
 from aviso_workers.ops.recovery import Recovered
 
-__all__ = ["mirror"]
-
 mirror = typer.Typer(help="Promote mirrors, fence streams, and rehearse a failover.", no_args_is_help=True)
 
 MAX_LISTED = 20

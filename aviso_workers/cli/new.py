@@ -10,8 +10,6 @@ from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli.options import argument
 from aviso_workers.cli.output import echo
 
-__all__ = ["new"]
-
 
 def new(
     project: Annotated[

@@ -30,8 +30,6 @@ from aviso_workers.engine.publisher import encode, size_of, too_large
 from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError
 from aviso_workers.events import Published
 
-__all__ = ["notify"]
-
 MAY_BE_STORED = (
     "of {total} notifications the first {begun} were begun, and any of these may be stored; a file in which each line "
     'has an "id" can be published again within the duplicate window of the stream, and stores each once'

@@ -11,8 +11,6 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-__all__ = ["For", "argument", "filter_argument", "finite", "flag", "option", "seconds_between"]
-
 Number = TypeVar("Number", float, float | None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -18,20 +18,6 @@ from aviso_workers.aviso.literals import printable, printable_lines
 from aviso_workers.cli.options import flag
 from aviso_workers.cli.tables import table
 from aviso_workers.events import Events, Skipped
-
-__all__ = [
-    "AsJson",
-    "Columns",
-    "echo",
-    "end_where_unavailable",
-    "print_json",
-    "print_record",
-    "print_rows",
-    "print_table",
-    "printable",
-    "skipped_reported",
-    "terminal",
-]
 
 AsJson = Annotated[bool, flag("--json", "Print one JSON document a row instead of a table.")]
 
@@ -113,9 +99,9 @@ class Columns:
 
 
 @contextmanager
-def skipped_reported(source: Events) -> Iterator[None]:
+def skipped_reported(source: Events) -> Iterator[Callable[[], int]]:
     """Print messages that are skipped to standard error for the block: the first ones with a line each, the others as a
-    count.
+    count. What it yields returns how many were skipped.
     """
     skipped = 0
 
@@ -129,7 +115,7 @@ def skipped_reported(source: Events) -> Iterator[None]:
 
     source.listen(report, Skipped)
     try:
-        yield
+        yield lambda: skipped
     finally:
         if skipped > MAX_SKIPPED:
             print(f"{skipped - MAX_SKIPPED} more were left out ({skipped} in all)", file=sys.stderr)

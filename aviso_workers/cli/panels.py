@@ -5,8 +5,6 @@ So the help of `aviso-workers` needs none of the modules that declare its comman
 
 from __future__ import annotations
 
-__all__ = ["COMMANDS", "PANELS", "SUMMARIES"]
-
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Run": {"new": ("new",), "worker": ("worker",), "dev": ("dev",), "check": ("check",)},
     "Use": {"notify": ("notify",), "watch": ("watch",), "replay": ("watch",)},

@@ -14,8 +14,6 @@ from rich.progress import Progress as Bars
 
 from aviso_workers.ops.backups import Progress
 
-__all__ = ["ProgressLines", "bar"]
-
 EVERY_SECONDS = 10.0
 
 

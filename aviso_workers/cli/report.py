@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
 from typing import Annotated
 
 import anyio
 import typer
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
 from rich.text import Text
 
+from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Admin
 from aviso_workers.cli.options import option, seconds_between
-from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, printable, terminal
+from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, terminal
 from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.errors import BackendError
-from aviso_workers.ops import inventory, reports
+from aviso_workers.ops import inventory, reports, snapshots, stream_policy
 from aviso_workers.ops.inventory import ResourceUse
 from aviso_workers.ops.mirrors import Link, Mirrors
-from aviso_workers.ops.reports import ConsumerRow, ServerRow, ServerSnapshot, StreamRow
-
-__all__ = ["Seconds", "consumer_state", "duration", "report", "snapshots", "top"]
+from aviso_workers.ops.reports import ConsumerRow, ServerRow, StreamRow
+from aviso_workers.ops.snapshots import ServerSnapshot
 
 report = typer.Typer(help="Report on streams, mirrors and the account.", no_args_is_help=True)
 
@@ -82,7 +84,7 @@ async def streams(
 
     Example: aviso-workers report streams --json
     """
-    now, before = await snapshots(server, seconds)
+    now, before = await two_snapshots(server, seconds)
     rows = reports.streams(now, before)
     denied = now.denied.text()
     partly = bool(now.unavailable or denied)
@@ -90,7 +92,8 @@ async def streams(
     if servers := await reports.servers(server.admin, server.config, monitor or ()):
         print_rows(SERVERS, map(_server_row, servers), servers, none="no servers", as_json=as_json)
     end_where_unavailable(now.unavailable, denied)
-    if any(row.trouble for row in rows) or any(row.trouble for row in servers):
+    sealed = stream_policy.sealed(server.config, now.streams)
+    if sealed or any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
 
 
@@ -102,25 +105,38 @@ async def top(server: OpenedServer, seconds: Seconds = 2.0) -> None:
 
     Example: aviso-workers top
     """
-    console = terminal()
     screen = _Screen()
-    before = now = await reports.take(server.admin)
-    while not console.is_terminal:
-        console.print(screen.shown(now, before, width=console.width))
-        await anyio.sleep(seconds)
-        before, now = now, await reports.take(server.admin)
-    with Live(console=console, auto_refresh=False, screen=True) as live:
+    before: ServerSnapshot | None = None
+
+    async def shown() -> Group:
+        nonlocal before
+        now = await snapshots.take(server.admin)
+        group = screen.shown(now, before or now, width=terminal().width)
+        before = now
+        return group
+
+    await keep_shown(shown, seconds=seconds, screen=True)
+
+
+async def keep_shown(shown: Callable[[], Awaitable[RenderableType]], *, seconds: float, screen: bool = False) -> None:
+    """Show what `shown` returns every so many seconds, at a terminal in the place of what was there before.
+
+    An error of the server stands there as long as it lasts. Raises `BackendError` where the first call fails.
+    """
+    console, found = terminal(), await shown()
+    with Live(console=console, auto_refresh=False, screen=screen) if console.is_terminal else nullcontext() as live:
+        show = partial(live.update, refresh=True) if live else console.print
         while True:
-            live.update(screen.shown(now, before, width=console.width), refresh=True)
+            show(found)
             await anyio.sleep(seconds)
             try:
-                before, now = now, await reports.take(server.admin)
+                found = await shown()
             except BackendError as error:
-                live.update(Text(printable(str(error))), refresh=True)
+                found = Text(printable(str(error)))
 
 
-async def snapshots(
-    server: OpenedServer, seconds: float, take: Take = reports.take
+async def two_snapshots(
+    server: OpenedServer, seconds: float, take: Take = snapshots.take
 ) -> tuple[ServerSnapshot, ServerSnapshot]:
     """Return two snapshots that are taken `seconds` apart, the later one first."""
     before = await take(server.admin)
@@ -140,7 +156,7 @@ class _Screen:
         for stream in reports.streams(now, before):
             self._rates[stream.stream].append(stream.rate)
             rates = _sparkline(self._rates[stream.stream])
-            streams.append((stream.stream, str(stream.messages), decimal(stream.bytes), rates, _state(stream)))
+            streams.append((stream.stream, str(stream.messages), decimal(stream.bytes), rates, stream.note))
         consumers = []
         for consumer in reports.consumers(now, before)[:SHOWN]:
             lags = self._lags[consumer.stream, consumer.consumer]
@@ -173,12 +189,8 @@ def _stream_row(row: StreamRow) -> tuple[str, ...]:
         f"{row.rate:.1f}",
         duration((row.time - row.last).total_seconds()) if row.last else "never",
         replicas,
-        _state(row),
+        row.note,
     )
-
-
-def _state(row: StreamRow) -> str:
-    return row.trouble or ("sealed" if row.sealed else "")
 
 
 def _server_row(row: ServerRow) -> tuple[str, ...]:

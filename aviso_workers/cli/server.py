@@ -20,8 +20,6 @@ from aviso_workers.ops import key_rotation, permissions
 from aviso_workers.server import accounts, nats_conf, processes, profiles
 from aviso_workers.server.processes import DIRECTORY
 
-__all__ = ["server"]
-
 IN_AN_ACCOUNT = (
     "A publisher in an account of its own reaches nothing else in the account of the workers. `server render` writes",
     "such accounts (server.accounts.NAME.publishes). In a nats-server.conf of your own:",

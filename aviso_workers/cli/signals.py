@@ -10,8 +10,6 @@ from anyio.abc import TaskStatus
 
 from aviso_workers.errors import AvisoWorkersError
 
-__all__ = ["until_signal"]
-
 
 async def until_signal(work: Callable[[], Awaitable[None]]) -> int:
     """Do the work, and cancel it at SIGTERM or SIGINT; return the number of the signal that came, or 0.

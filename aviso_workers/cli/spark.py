@@ -7,16 +7,15 @@ from typing import Annotated
 import typer
 
 from aviso_workers.app import App
+from aviso_workers.aviso.literals import printable
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.options import argument, flag, option
-from aviso_workers.cli.output import print_json, print_table, printable
+from aviso_workers.cli.output import print_json, print_table
 from aviso_workers.cli.targets import ConfigOption, connected_app, run_connected
 from aviso_workers.ops import spark_reconciliation
 from aviso_workers.ops.spark_reconciliation import NOT_PUBLISHED, Comparison, Incomparable
 from aviso_workers.spark.rest import SparkRest
-
-__all__ = ["spark"]
 
 spark = typer.Typer(
     help="Archive, backfill and report with Spark, and compare its jobs with their notifications.", no_args_is_help=True

@@ -27,8 +27,6 @@ from aviso_workers.spark import installed
 if TYPE_CHECKING:
     from aviso_workers.telemetry.lineage import PipelineRun
 
-__all__ = ["archive", "backfill", "report"]
-
 Filter = Annotated[list[str] | None, filter_argument("Only notifications")]
 
 MAX_PER_BATCH = 1_000_000

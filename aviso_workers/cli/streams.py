@@ -17,14 +17,12 @@ from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, 
 from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected, on_server
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.info import StreamInfo
-from aviso_workers.ops import inventory, stream_policy
+from aviso_workers.ops import inventory, reports, stream_policy
 from aviso_workers.ops.inventory import StoredMessage
-
-__all__ = ["name_missing", "streams"]
 
 streams = typer.Typer(help="Show, plan, change and remove streams.", no_args_is_help=True)
 
-STREAMS = ("stream", "configured", "messages", "bytes", "consumers")
+STREAMS = ("stream", "configured", "messages", "bytes", "consumers", "note")
 """The columns of the table; `report streams` has more for people."""
 GAPS = ("first", "last", "gone")
 MISSING = (
@@ -120,6 +118,7 @@ def _stream_document(stream: StreamInfo, configured: dict[str, str]) -> dict[str
         "consumers": stream.consumers,
         "leader": stream.cluster.leader or "-",
         "replicas": stream.config.num_replicas,
+        "note": reports.SEALED if stream.config.sealed else "",
     }
 
 

@@ -10,17 +10,17 @@ import typer
 
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli import NOT_PROVEN
-from aviso_workers.cli.backup import Storage, bar
+from aviso_workers.cli.backup import Storage
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.options import flag, option
+from aviso_workers.cli.output import echo
+from aviso_workers.cli.progress import bar
 from aviso_workers.cli.streams import streams
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, opened
-from aviso_workers.errors import BackupError
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, opened
+from aviso_workers.errors import BackupError, UnavailableError
 from aviso_workers.ops import following_copies, stream_copies
 from aviso_workers.ops.following_copies import Followed
 from aviso_workers.ops.stream_copies import Copied
-
-__all__ = ["copy"]
 
 
 @streams.command()
@@ -83,15 +83,24 @@ def copy(
                 if copied.subjects or not follow:
                     _end(stream, copied)
                     return
-            followed = await following_copies.follow(
+            _print_followed(await _followed(source, target, stream))
+
+    anyio.run(run)
+
+
+async def _followed(source: OpenedServer, target: OpenedServer, stream: str) -> Followed:
+    """Follow the original to its end, also while one of the two servers is away."""
+    while True:
+        try:
+            return await following_copies.follow(
                 source.admin,
                 target.admin,
                 stream,
                 on_progress=lambda appended, last: typer.echo(f"{appended} appended, up to {last}", err=True),
             )
-            _print_followed(followed)
-
-    anyio.run(run)
+        except UnavailableError as error:
+            echo(f"waiting: {error}", err=True)
+            await anyio.sleep(following_copies.PROGRESS_SECONDS)
 
 
 def _print(stream: str, copied: Copied) -> None:

@@ -18,8 +18,6 @@ from aviso_workers.cli.streams import streams
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import maintenance
 
-__all__ = ["streams"]
-
 
 @streams.command()
 @on_server

@@ -13,13 +13,14 @@ from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.options import argument, flag
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.streams import name_missing, streams
-from aviso_workers.cli.targets import OpenedServer, on_server
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, on_server
+from aviso_workers.config import Config
 from aviso_workers.config.streams import event_streams
+from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.fields import readable
-from aviso_workers.jetstream.plans import ConsumerPlan, Difference, Plan
-from aviso_workers.ops import aviso_admin, stream_policy
-
-__all__ = ["streams"]
+from aviso_workers.jetstream.plans import ConsumerPlan, Plan
+from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.ops import aviso_admin, permissions, role_streams, stream_policy
 
 PLAN = ("stream", "consumer", "step", "difference")
 POLICY = ("field", "configured", "effective", "as configured", "configured by")
@@ -33,46 +34,65 @@ Configured = Annotated[
     ),
 ]
 
+OfRole = Annotated[
+    permissions.Role | None,
+    typer.Option(help="Role whose programs' own streams and buckets are made as well, as `server render` has it."),
+]
+
 
 @streams.command()
-@on_server
-async def plan(
-    server: OpenedServer,
+def plan(
+    role: OfRole = None,
     exit_code: Annotated[bool, flag("--exit-code", "Exit with 1 if something differs. Default: exit with 0.")] = False,
     as_json: AsJson = False,
+    config: ConfigOption = None,
 ) -> None:
     """Show what `streams apply` would change, field by field.
 
     Example: aviso-workers streams plan --exit-code
     """
-    plans = await stream_policy.plans(server.admin, server.config)
-    _print_plans(plans, as_json=as_json)
-    if exit_code and any(found.needed or found.fixed for found in plans):
-        raise typer.Exit(1)
+
+    async def run(server: OpenedServer) -> None:
+        plans = await stream_policy.plans(server.admin, server.config, _own(server.config, role, config))
+        _print_plans(plans, as_json=as_json)
+        if exit_code and any(found.needed or found.fixed for found in plans):
+            raise typer.Exit(1)
+
+    connected(config, run)
 
 
 @streams.command()
-@on_server
-async def apply(
-    server: OpenedServer,
+def apply(
+    role: OfRole = None,
     yes: Annotated[bool, flag("--yes", "Also make updates that remove stored messages.")] = False,
+    config: ConfigOption = None,
 ) -> None:
     """Create missing streams and consumers, and update those that differ from the configuration. Exit with 1 if some
-    cannot be updated.
+    are not as configured afterwards.
 
     An update that would remove stored messages needs --yes. Without it, nothing at all is done.
 
-    Example: aviso-workers streams apply
+    With --role, also create the streams and buckets in which the programs of this role keep their own state. Programs
+    with the permissions that `server render --role` prints may create none. Those of a worker are those of --app.
+
+    Example: aviso-workers streams apply --role worker --app mine.agents:app
     """
-    plans = await stream_policy.plans(server.admin, server.config)
-    _print_plans(plans)
-    if any(found.needed and _removing(found) for found in plans):
-        confirm(yes, to="do all of it, and remove the stored messages that are counted above")
-    for needed in (found for found in plans if found.needed):
-        await stream_policy.carry_out(server.admin, server.config, needed, removals=yes)
-        typer.echo(f"{' '.join(_names(needed)).strip()}: done")
-    if any(found.fixed for found in plans):
-        raise typer.Exit(1)
+
+    async def run(server: OpenedServer) -> None:
+        plans = await stream_policy.plans(server.admin, server.config, _own(server.config, role, config))
+        _print_plans(plans)
+        if any(found.needed and found.removing for found in plans):
+            confirm(yes, to="do all of it, and remove the stored messages that are counted above")
+        differs = False
+        for needed in (found for found in plans if found.needed):
+            left = await stream_policy.carry_out(server.admin, server.config, needed, removals=yes)
+            said = f"not as configured: {'; '.join(map(str, left))}" if left else "done"
+            typer.echo(f"{' '.join(_names(needed)).strip()}: {said}")
+            differs |= bool(left)
+        if differs or any(found.fixed or found.fenced or found.unfinished for found in plans):
+            raise typer.Exit(1)
+
+    connected(config, run)
 
 
 @streams.command()
@@ -116,6 +136,23 @@ async def wipe_all(server: OpenedServer, yes: Yes = False) -> None:
         raise typer.Exit(NOT_PROVEN)
 
 
+def _own(config: Config, role: permissions.Role | None, source: ConfigSource | None) -> list[StreamSpec]:
+    """Return the streams in which the programs of a role keep their own state. Raises `DeclarationError`."""
+    match role:
+        case "worker":
+            if source is None or source.app is None:
+                raise DeclarationError("--role worker: say whose streams and buckets, by --app MODULE:APP")
+            return role_streams.of_worker(find_app(source.app, agent=None, config=source), config)
+        case "bridge":
+            bridge = find_app(None, agent=permissions.BRIDGE, config=source)
+            return role_streams.of_worker(bridge, config, opened=[permissions.BRIDGE])
+        case "publisher":
+            return role_streams.of_publisher(config)
+        case "spark":
+            return role_streams.of_spark(config)
+    return []
+
+
 async def _wipe(server: OpenedServer, found: Mapping[str, int], *, yes: bool) -> None:
     if not found:
         typer.echo("no stream of a configured event type exists")
@@ -130,9 +167,9 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan], *, as_json: bool = False)
     rows: list[tuple[str, str, str, str]] = []
     for found in plans:
         names = _names(found)
-        if isinstance(found, Plan) and found.fenced:
+        if found.fenced:
             rows.append((*names, "fenced", "its mirror was promoted"))
-        elif isinstance(found, Plan) and found.unfinished:
+        elif found.unfinished:
             rows.append((*names, "wait", "it is being restored, or that was killed"))
         elif not found.exists and found.needed:
             rows.append((*names, "create", ""))
@@ -140,7 +177,7 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan], *, as_json: bool = False)
             rows.append((*names, "keep", ""))
         elif found.needed:
             rows += [(*names, "update", str(difference)) for difference in found.differences]
-            rows += [(*names, "remove", str(difference)) for difference in _removing(found)]
+            rows += [(*names, "remove", str(difference)) for difference in found.removing]
         rows += [(*names, "cannot", str(difference)) for difference in found.fixed]
         rows += [
             (*names, "keep", f"{limit} is no longer in the file, or never was: the stream keeps it")
@@ -150,13 +187,7 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan], *, as_json: bool = False)
     print_rows(PLAN, rows, documents, none="no streams or consumers are configured", as_json=as_json)
 
 
-def _removing(plan: Plan | ConsumerPlan) -> tuple[Difference, ...]:
-    return plan.removing if isinstance(plan, Plan) else ()
-
-
 def _unstated(plan: Plan | ConsumerPlan) -> tuple[str, ...]:
-    if not isinstance(plan, Plan):
-        return ()
     return tuple(f"{limit}: {readable(limit, plan.config[limit])}" for limit in plan.unstated)
 
 

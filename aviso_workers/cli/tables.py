@@ -11,8 +11,6 @@ from rich.text import Text
 
 from aviso_workers.aviso.literals import printable
 
-__all__ = ["table"]
-
 GAP = "  "
 """Between two columns, and before a last column that is written below its row."""
 NARROWEST = 24

@@ -7,7 +7,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, redirect_stdout
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, redirect_stdout
 from functools import partial, wraps
 from importlib.metadata import EntryPoint, entry_points
 from inspect import Parameter
@@ -30,27 +30,7 @@ from aviso_workers.declare.agents import Router
 from aviso_workers.errors import AvisoWorkersError, BackendError, ConfigError, DeclarationError, NotFoundError, describe
 from aviso_workers.jetstream.error_codes import STREAM_NOT_FOUND
 from aviso_workers.ops import aviso_admin
-from aviso_workers.state import declarations
-
-__all__ = [
-    "AgentOption",
-    "ConfigOption",
-    "ConfigSource",
-    "OpenedServer",
-    "Target",
-    "add_source_options",
-    "connected",
-    "connected_app",
-    "find_app",
-    "load",
-    "named_app",
-    "on_server",
-    "opened",
-    "run_connected",
-    "settings_of_installed",
-    "shared",
-    "source_of",
-]
+from aviso_workers.state import consumer_records, declarations
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -171,12 +151,18 @@ def find_app(target: str | None, *, agent: str | None, config: ConfigSource | No
 
 def connected_app(config: ConfigSource | None) -> App:
     """Return an app without agents, for a command that publishes or reads notifications."""
-    return App("aviso-workers-cli", config=shared(load(config)).with_defaults(timeout_seconds=CONNECT_SECONDS))
+    app = App("aviso-workers-cli")
+    app.configure(shared(load(config)).with_defaults(timeout_seconds=CONNECT_SECONDS), opening=_opened_by_operator)
+    return app
 
 
-def named_app(app: str | None, config: ConfigSource | None) -> tuple[str | None, ConfigSource | None]:
+def _opened_by_operator(config: Config, *, owner: str = "", **listeners: Any) -> AbstractAsyncContextManager[Admin]:
+    return open_backend(config, **listeners)
+
+
+def named_app(app: str, config: ConfigSource | None) -> tuple[str, ConfigSource | None]:
     """Return the name of an app, and the configuration: the app's own where it is given as MODULE:APP."""
-    if app is None or ":" not in app:
+    if ":" not in app:
         return app, config
     return find_app(app, agent=None, config=config).name, structs.replace(config or ConfigSource(), app=app)
 
@@ -263,11 +249,11 @@ async def _with_declared(server: OpenedServer) -> OpenedServer:
     from. Where the records cannot be read, there are none.
     """
     try:
-        stored = await declarations.stored(server.admin)
+        stored, unreadable = declarations.parsed(await consumer_records.entries(server.admin))
     except BackendError:
         return server
     config, told = aviso_admin.with_declared(server.config, stored)
-    for text in told:
+    for text in told + unreadable:
         _tell(text)
     return OpenedServer(server.admin, config)
 

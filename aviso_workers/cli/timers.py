@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import anyio
@@ -16,14 +17,12 @@ from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.options import For, argument, flag, option
 from aviso_workers.cli.output import AsJson, echo, print_rows, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, run_connected
-from aviso_workers.errors import DeclarationError, describe
+from aviso_workers.errors import DeclarationError, UnavailableError, describe
 from aviso_workers.events import Ticked
 from aviso_workers.ops import timer_control, timer_report
 from aviso_workers.ops.agent_control import end_text
 from aviso_workers.ops.timer_report import TimerRow, paused_text, run_text
 from aviso_workers.state.timer_requests import VOID_SECONDS
-
-__all__ = ["timers"]
 
 timers = typer.Typer(help="Show when timers run, pause them, and run one now.", no_args_is_help=True)
 
@@ -52,7 +51,7 @@ def list_timers(
     """List the timers of an app: schedule, leader, the last tick that a leader ran, the next ticks, who paused it until
     when, and how it fails.
 
-    Exit with 1 if one fails.
+    Exit with 1 if one fails, or none of the workers will run it.
 
     Example: aviso-workers timers ls fields:app
     """
@@ -64,7 +63,7 @@ def list_timers(
     )
     cells = (line for row in rows for line in _lines(row))
     print_rows(TIMERS, cells, rows, none=f"{found.name} has no timers", as_json=as_json)
-    if any(row.state != "ok" for row in rows):
+    if any(row.needs for row in rows):
         raise typer.Exit(1)
 
 
@@ -107,11 +106,12 @@ async def _asked(server: OpenedServer, app: str, timer: str, longest: float) -> 
     with anyio.move_on_after(longest):
         while run.seconds is None and (run.worker or anyio.current_time() < void_at):
             await anyio.sleep(LOOK_SECONDS)
-            newest = await timer_control.asked(server.admin, app, timer)
-            if newest and newest.asked > run.asked:
-                return False, "somebody else has asked for a run since, and what became of this one is not known"
-            if newest and newest.asked == run.asked:  # else a replica that is behind has told it
-                run = newest
+            with suppress(UnavailableError):  # the run goes on at its worker
+                newest = await timer_control.asked(server.admin, app, timer)
+                if newest and newest.asked > run.asked:
+                    return False, "somebody else has asked for a run since, and what became of this one is not known"
+                if newest and newest.asked == run.asked:  # else a replica that is behind has told it
+                    run = newest
     return run.seconds is not None and not run.error, run_text(run, void=anyio.current_time() >= void_at)
 
 
@@ -219,7 +219,7 @@ def _lines(row: TimerRow) -> Iterator[tuple[str, ...]]:
     first, *others = map(time_text, row.next) if row.next else ("-",)
     last = time_text(row.last) if row.last else "-"
     paused = paused_text(row.paused) if row.paused else ""
-    state = "; ".join(filter(None, (paused, row.state if row.state != "ok" or not paused else "")))
+    state = "; ".join(filter(None, (row.state if row.needs or not paused else "", paused)))
     yield (row.timer, row.schedule, row.leader, last, first, state)
     for time in others:
         yield ("", "", "", "", time, "")

@@ -17,7 +17,7 @@ from aviso_workers.app import App
 from aviso_workers.aviso import positions, schema
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.positions import Position
-from aviso_workers.cli import NOT_PROVEN, completion
+from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.details import time_text
 from aviso_workers.cli.options import argument, filter_argument, flag, option
@@ -26,8 +26,6 @@ from aviso_workers.cli.targets import ConfigOption, connected_app
 from aviso_workers.config import Config, streams
 from aviso_workers.errors import InvalidNotificationError, InvalidPositionError, NotFoundError
 from aviso_workers.task_groups import task_group
-
-__all__ = ["replay", "watch"]
 
 FROM, TO = ("--from-id", "--from-date"), ("--to-id", "--to-date")
 NOTIFICATIONS = ("id", "stored", "identifier", "payload")
@@ -110,8 +108,9 @@ def replay(
 ) -> None:
     """Print stored notifications, from the first to the last unless other positions are given.
 
-    Without EVENT, the event types come one after the other; exit 3 where one has no stream. `notify --file -`
-    publishes elsewhere what this prints.
+    Without EVENT, the event types come one after the other. Exit with 1 if a stored message is no notification of its
+    event type, or if an event type has no stream: each is named on standard error, and the others are printed.
+    `notify --file -` publishes elsewhere what this prints.
 
     Example: aviso-workers replay mars --from-id 1000 --to-id 2000
     """
@@ -148,7 +147,7 @@ def replay(
         if none and not kept:
             typer.echo("no notifications match", err=True)
         if len(event_types) < len(selection.event_types):
-            raise typer.Exit(NOT_PROVEN)
+            raise typer.Exit(1)
 
     _run(app, run, spatial_arrays=spatial_arrays, as_json=as_json)
 
@@ -234,9 +233,11 @@ def _run(app: App, run: Callable[[Show], Awaitable[None]], *, spatial_arrays: bo
             rows.print([_row(notification)])
 
     async def connected() -> None:
-        with skipped_reported(app.events):
+        with skipped_reported(app.events) as skipped:
             async with app:
                 await run(show)
+        if skipped():
+            raise typer.Exit(1)
 
     anyio.run(connected)
 

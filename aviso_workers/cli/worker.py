@@ -15,8 +15,6 @@ from aviso_workers.worker import fleet, process
 from aviso_workers.worker.fleet import FleetPlan
 from aviso_workers.worker.fleet_process import FleetMember, RecycleLimits
 
-__all__ = ["Reload", "StatusPort", "console_command", "fleet_command", "worker"]
-
 StatusPort = Annotated[
     int | None,
     option(

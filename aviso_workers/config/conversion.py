@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
@@ -25,8 +26,6 @@ from msgspec import inspect
 from aviso_workers.aviso import literals
 from aviso_workers.config.documents import KeyPlace, YamlNode, resolved
 from aviso_workers.config.secrets import Secret, ServerUrls
-
-__all__ = ["Reader", "near", "without_none"]
 
 _BOOLEANS = {
     "true": True,
@@ -60,6 +59,7 @@ class Reader:
         """The place of each key path."""
         self._unused = unused
         self._wrong: list[str] = []
+        """The key paths of mistakes, in alphabetical order."""
 
     def place(self, path: str) -> KeyPlace:
         """Return the place of a key path, or of the nearest one around it."""
@@ -70,7 +70,7 @@ class Reader:
     def refuse(self, path: str, problem: str) -> None:
         """Note a mistake; `problem` follows the key path in a sentence."""
         self.mistakes.append((self.place(path), _sentence(path, problem)))
-        self._wrong.append(path)
+        insort(self._wrong, path)
 
     def warn(self, place: KeyPlace, path: str, text: str) -> None:
         """Note a warning: what looks like a mistake and is none."""
@@ -78,7 +78,12 @@ class Reader:
 
     def is_wrong(self, path: str) -> bool:
         """Return whether there is a mistake at a key path or below."""
-        return any(wrong == path or wrong.startswith(f"{path}.") for wrong in self._wrong)
+        below = f"{path}."
+        return self._next_wrong(path) == path or self._next_wrong(below).startswith(below)
+
+    def _next_wrong(self, path: str) -> str:
+        at = bisect_left(self._wrong, path)
+        return self._wrong[at] if at < len(self._wrong) else ""
 
     def struct(self, node: YamlNode, wanted: inspect.StructType, path: str) -> Any:
         values = self.fields(node, wanted, path)

@@ -18,8 +18,6 @@ from aviso_workers.config.documents import resolved
 from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls, address_only, without_user
 from aviso_workers.config.settings import Config, Document
 
-__all__ = ["effective", "event_types", "json_schema", "yaml_text"]
-
 _LITERALS: dict[type, dict[str, Any]] = {
     Duration: {"type": "string", "pattern": r"^\s*[0-9]+[smhdwSMHDW]\s*$"},
     Size: {"type": "string", "pattern": r"^\s*[0-9]+[KMGT]i?\s*$"},

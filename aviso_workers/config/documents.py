@@ -21,8 +21,6 @@ from typing import Any
 import yaml
 from msgspec import Struct, structs
 
-__all__ = ["IN_PYTHON", "KeyPlace", "YamlNode", "is_text", "node_of", "overlay", "parse", "resolved"]
-
 FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """Six times as fast, where PyYAML was built with libyaml."""
 DEEPEST = 50

@@ -16,8 +16,6 @@ from msgspec import inspect
 from aviso_workers.config.conversion import near, without_none
 from aviso_workers.config.documents import KeyPlace, YamlNode, is_text, overlay, parse
 
-__all__ = ["SERVER_FILE", "WORKERS_FILE", "overrides"]
-
 SERVER, WORKERS = "AVISOSERVER_", "AVISO_WORKERS_"
 SERVER_FILE, WORKERS_FILE = f"{SERVER}CONFIG_FILE", f"{WORKERS}CONFIG_FILE"
 _NOT_KEYS = (SERVER_FILE, WORKERS_FILE, f"{WORKERS}NATS_SERVER", f"{WORKERS}PURE")

@@ -9,8 +9,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-__all__ = ["Count", "Port", "Positive", "Seconds", "Text", "about"]
-
 Text = Annotated[str, Meta(min_length=1)]
 Positive = Annotated[int, Meta(gt=0)]
 Seconds = Annotated[float, Meta(gt=0)]

@@ -26,16 +26,16 @@ from aviso_workers.config import nats_context, schema_entries
 from aviso_workers.config import streams as declared_streams
 from aviso_workers.config.conversion import Reader
 from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of, overlay, parse
-from aviso_workers.config.environment import SERVER_FILE, WORKERS_FILE, overrides
+from aviso_workers.config.environment import SERVER_FILE, WORKERS, WORKERS_FILE, overrides
 from aviso_workers.config.schema_entries import EventTypes
 from aviso_workers.config.secrets import Secret
 from aviso_workers.config.settings import Config, Document, JetStream, Lineage, NotificationBackend
 from aviso_workers.errors import ConfigError
 from aviso_workers.jetstream.fields import DeclaredStream
 
-__all__ = ["Examined", "completed", "examine", "load", "places"]
-
 TOKEN = "NATS_TOKEN"
+MAX_FILE_BYTES = 4 << 20
+"""A configuration has some thousand bytes. What is larger, or a device, is another file."""
 PROJECT_FILES = (Path("aviso.yaml"), Path("config/aviso.yaml"))
 """The places for the configuration of a project. The first that exists is read, and no other file."""
 HERE = Path("configuration/config.yaml")
@@ -70,8 +70,9 @@ def load(
     aviso-server: `./configuration/config.yaml`, `/etc/aviso_server/config.yaml` and `$HOME/.aviso_server/config.yaml`,
     of which the later ones have precedence.
 
-    `context` names a context of the nats CLI, which replaces the server and the credentials of the configuration. Then
-    no file is needed. Default: the context that NATS_CONTEXT names, if the configuration has neither.
+    `context` names a context of the nats CLI, which replaces the server and the credentials of the configuration.
+    Default: the context that NATS_CONTEXT names, if the configuration has neither. With a context, or where the
+    environment has keys of `notification_backend`, no file is needed.
 
     Raises ConfigError with all mistakes.
     """
@@ -98,7 +99,7 @@ def examine(
     named = context if context is not None else environ.get(nats_context.VARIABLE)
     files = _files(path, environ, needed=context is None and not named and not event_types, beside=beside)
     root, mistakes = _read(files)
-    if not files and event_types:
+    if not files:
         kind = YamlNode(value={"kind": YamlNode(value="jetstream", place=_DEFAULT)}, place=_DEFAULT)
         root = structs.replace(root, value={"notification_backend": kind})
     root, clashes = schema_entries.laid_over(root, event_types)
@@ -118,7 +119,11 @@ def examine(
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
     elif context is not None and backend:
         reader.refuse("notification_backend.kind", "must be jetstream for a context of the nats command line")
-    _refuse_all(reader, chain(clashes, _schema_mistakes(values, reader), _stream_mistakes(values, reader)))
+    _refuse_all(reader, chain(clashes, _schema_mistakes(values, reader)))
+    if not reader.is_wrong("notification_backend") and not reader.is_wrong(_SCHEMA):
+        streams: dict[str, DeclaredStream] = values.get("streams", {})
+        whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
+        _refuse_all(reader, _stream_mistakes(whole, values.get(_SCHEMA, {}), values["notification_backend"]))
     _refuse_all(reader, _lineage_mistakes(values))
     _warn_of_fields(values, reader)
     variables = {place.source for place in reader.places.values() if place.rank == ENVIRONMENT}
@@ -139,28 +144,36 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
     """Return a configuration that is a `Config` already, with the event types that an app declares beside it.
 
     Event types that were not loaded are checked here, as those of a file are: also those of a `Config` that was
-    written in Python. Raises ConfigError where one of these cannot be made sense of at all.
+    written in Python. One with a mistake is left out, and has no effect on the others: workers of another app may have
+    recorded it. Raises ConfigError where one of a `Config` cannot be made sense of at all.
     """
     reader = Reader(unused="")
     reader.places[""] = KeyPlace(rank=IN_PYTHON, line=0, source="Config(...)")
     loaded, taken, new = _by_origin(config, event_types)
     if not new:
         return Examined(config=config, mistakes=(), unclear=frozenset())
-    whole = dict(loaded)
+    whole, unclear = dict(loaded), set[str]()
     for name, entry in new:
         path = f"{_SCHEMA}.{name}"
         if name not in whole:
-            event_type = reader.read(entry, schema_entries.entry_type(), path)
-            if not reader.is_wrong(path):
+            if event_type := _without_mistakes(name, entry, reader):
                 whole[name] = event_type
+            else:
+                unclear.add(name)
         # The environment may have changed what was declared since it was taken over.
         elif schema_entries.differ(name, taken.get(name, whole[name]), entry):
             reader.places.setdefault(path, KeyPlace(rank=0, line=0, source=config.origins.get(path, "")))
             reader.refuse(path, schema_entries.clash(name, taken.get(name, whole[name]), entry))
-    values = {"notification_backend": config.notification_backend, _SCHEMA: whole, "streams": config.streams}
-    _refuse_all(reader, chain(_schema_mistakes(values, reader), _stream_mistakes(values, reader)))
+            unclear.add(name)
+    for name, problem in schema.check_bases_unique(whole).items():
+        reader.refuse(f"{_SCHEMA}.{name}.topic.base", problem)
+        unclear.add(name)
+    whole = {name: each for name, each in whole.items() if name in loaded or name not in unclear}
+    for name, path, problem in _mistakes_beside(config, whole, reader, some_are_missing=bool(unclear)):
+        reader.refuse(path, problem)
+        unclear.add(name)
+    whole = {name: each for name, each in whole.items() if name in loaded or name not in unclear}
     _warn_of_fields({_SCHEMA: {name: known for name, known in whole.items() if name not in loaded}}, reader)
-    names = {*config.notification_schema, *(name for name, _ in event_types)}
     return Examined(
         config=structs.replace(
             config,
@@ -169,8 +182,33 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
             origins={**_origins(reader), **config.origins},
         ),
         mistakes=tuple(_sentences(reader.mistakes)),
-        unclear=frozenset(name for name in names if reader.is_wrong(f"{_SCHEMA}.{name}")),
+        unclear=frozenset(unclear),
     )
+
+
+def _without_mistakes(name: str, entry: YamlNode, reader: Reader) -> EventType | None:
+    """Return an event type; None where it has mistakes, which are noted. They are told apart from those of other event
+    types by their number: with dots in a name, key paths do not tell.
+    """
+    before = len(reader.mistakes)
+    event_type: EventType = reader.read(entry, schema_entries.entry_type(), f"{_SCHEMA}.{name}")
+    if len(reader.mistakes) == before:
+        _refuse_all(reader, iter(schema.mistakes(name, event_type)))
+    return event_type if len(reader.mistakes) == before else None
+
+
+def _mistakes_beside(
+    config: Config, event_types: Mapping[str, EventType], reader: Reader, *, some_are_missing: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yield what is wrong with event types, each without a mistake of its own, beside the rest of a configuration: the
+    event type, the key path and the problem.
+    """
+    yield from _unsupported_policies(config.notification_backend, event_types, reader)
+    by_stream = declared_streams.event_streams(event_types)
+    for path, problem in _stream_mistakes(config.streams, event_types, config.notification_backend):
+        name = by_stream.get(path.removeprefix("streams.").partition(".")[0].upper(), "")
+        if name or not some_are_missing:  # else the stream may be that of an event type that is left out
+            yield name, path, problem
 
 
 def _by_origin(
@@ -215,12 +253,13 @@ def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool,
     if own := next(filter(isfile, PROJECT_FILES), None):
         return [own]
     found = [place for place in places(environ) if isfile(place)]
-    if not found and needed:
+    if not found and needed and not any("_NOTIFICATION_BACKEND__" in name.upper() for name in environ):
         looked = ", ".join(map(str, (*PROJECT_FILES, *places(environ))))
         raise ConfigError(
             [
-                f"no configuration file: looked for {looked}; give one, name it in {WORKERS_FILE}, or declare event "
-                "types in an app and give the command --app MODULE:APP"
+                f"no configuration file: looked for {looked}; give one, name it in {WORKERS_FILE}, name the server in "
+                f"{WORKERS}NOTIFICATION_BACKEND__JETSTREAM__NATS_URL, or declare event types in an app and name it "
+                "to the command as MODULE:APP"
             ]
         )
     return found
@@ -275,7 +314,10 @@ def _read(files: Sequence[Path]) -> tuple[YamlNode, list[tuple[KeyPlace, str]]]:
 
 def _read_one(file: Path, start: KeyPlace) -> tuple[YamlNode | None, list[tuple[KeyPlace, str]]]:
     try:
-        content = file.read_bytes()
+        with file.open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            return None, [(structs.replace(start, line=0), f"is larger than {MAX_FILE_BYTES >> 20} MiB")]
         return parse(content.decode("utf-8-sig"), start)
     except OSError as error:
         return None, [(structs.replace(start, line=0), f"cannot be read: {error.strerror}")]
@@ -407,9 +449,18 @@ def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
         for path, problem in schema.mistakes(name, event_type):
             if name in whole or path.startswith(f"{prefix}.storage_policy."):
                 yield path, problem
-    yield from schema.check_bases_unique(whole)
-    backend = values.get("notification_backend")
-    if backend is None or backend.kind == "jetstream":
+    for name, problem in schema.check_bases_unique(whole).items():
+        yield f"{_SCHEMA}.{name}.topic.base", problem
+    if backend := values.get("notification_backend"):
+        for _, path, problem in _unsupported_policies(backend, event_types, reader):
+            yield path, problem
+
+
+def _unsupported_policies(
+    backend: NotificationBackend, event_types: Mapping[str, EventType], reader: Reader
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the storage policies that a backend has not: the event type, the key path and the problem."""
+    if backend.kind == "jetstream":
         return
     for name, event_type in event_types.items():
         for option in structs.asdict(event_type.storage_policy) if event_type.storage_policy else ():
@@ -417,7 +468,7 @@ def _schema_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tupl
             # Every event type of Python says `allow_duplicates`, which a stream in memory knows as well.
             is_default = option == "allow_duplicates" and reader.place(path).rank == IN_PYTHON
             if path in reader.places and not is_default:
-                yield path, f"is not supported by backend {backend.kind!r}"
+                yield name, path, f"is not supported by backend {backend.kind!r}"
 
 
 def _warn_of_fields(values: Mapping[str, Any], reader: Reader) -> None:
@@ -440,17 +491,14 @@ def _unclear(root: YamlNode, config: Config, reader: Reader) -> Iterator[str]:
             yield name
 
 
-def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with declared streams, as far as they, and what they may contradict, could be read."""
-    streams: dict[str, DeclaredStream] = values.get("streams", {})
-    if not streams or reader.is_wrong("notification_backend") or reader.is_wrong("notification_schema"):
-        return
-    backend = values["notification_backend"]
-    if backend.kind == "in_memory":
+def _stream_mistakes(
+    streams: Mapping[str, DeclaredStream], event_types: Mapping[str, EventType], backend: NotificationBackend
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with declared streams."""
+    if streams and backend.kind == "in_memory":
         yield "streams", "is not supported by backend 'in_memory'"
-        return
-    whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
-    yield from declared_streams.mistakes(whole, values.get(_SCHEMA, {}), backend.jetstream)
+    elif streams:
+        yield from declared_streams.mistakes(streams, event_types, backend.jetstream)
 
 
 def _lineage_mistakes(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

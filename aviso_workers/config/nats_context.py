@@ -19,8 +19,6 @@ import msgspec
 from aviso_workers.config.documents import KeyPlace, YamlNode
 from aviso_workers.errors import ConfigError
 
-__all__ = ["CONNECTION", "SELECTED", "VARIABLE", "read"]
-
 VARIABLE = "NATS_CONTEXT"
 SELECTED = "selected"
 """The name for the context that `nats context select` has chosen."""

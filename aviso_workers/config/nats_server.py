@@ -19,23 +19,6 @@ from aviso_workers.aviso.literals import Duration, Size
 from aviso_workers.config.fields import Port, Positive, Text, about
 from aviso_workers.config.secrets import Secret
 
-__all__ = [
-    "Account",
-    "AccountJetStream",
-    "Cluster",
-    "Encryption",
-    "LeafNodes",
-    "Monitoring",
-    "Permissions",
-    "Remote",
-    "Server",
-    "ServerJetStream",
-    "ServerLimits",
-    "ServerTls",
-    "Subjects",
-    "User",
-]
-
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = ("localhost", LOOPBACK)
 
@@ -112,7 +95,7 @@ class AccountJetStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_memory: Annotated[Size | None, about("Size that its streams in memory may have together.")] = None
     max_storage: Annotated[Size | None, about("Size that its streams on disk may have together.")] = None
     max_streams: Annotated[Positive | None, about("Maximum number of streams.")] = None
-    max_consumers: Annotated[Positive | None, about("Maximum number of consumers.")] = None
+    max_consumers: Annotated[Positive | None, about("Maximum number of consumers of each stream.")] = None
     max_ack_pending: Annotated[
         Positive | None, about("Maximum number of deliveries without acknowledgement, for each consumer.")
     ] = None
@@ -167,7 +150,7 @@ class Account(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     delays: Annotated[
         bool,
-        about("Let its users delay notifications. They can then remove delayed notifications of other event types."),
+        about("Let its users delay notifications. They can then remove what others delayed for these event types."),
     ] = False
     users: Annotated[dict[str, User], about("Users by name.")] = {}
 

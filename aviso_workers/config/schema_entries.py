@@ -18,8 +18,6 @@ from aviso_workers.aviso.schema import EventType, PayloadRule, StoragePolicy
 from aviso_workers.config.conversion import Reader
 from aviso_workers.config.documents import IN_PYTHON, YamlNode
 
-__all__ = ["EventTypes", "clash", "differ", "entry_type", "laid_over"]
-
 EventTypes = Sequence[tuple[str, YamlNode]]
 """Event types that are declared in Python: each by its name, as an entry of `notification_schema`."""
 

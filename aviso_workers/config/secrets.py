@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-__all__ = ["HIDDEN", "Secret", "ServerUrls", "address_only", "with_scheme", "without_user"]
-
 HIDDEN = "***"
 
 _SCHEMES = ("nats", "tls", "ws", "wss")

@@ -9,6 +9,7 @@ is `ours`: aviso-server cannot have meant that one.
 
 # Annotations are evaluated here: as text, msgspec would parse each of them whenever a worker starts.
 
+from collections.abc import Mapping
 from datetime import datetime
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -23,29 +24,6 @@ from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.errors import UnknownEventTypeError
 from aviso_workers.jetstream.fields import DeclaredStream
-
-__all__ = [
-    "Accepted",
-    "Application",
-    "Config",
-    "Console",
-    "ConsoleProxy",
-    "ConsoleUser",
-    "DeadLetters",
-    "Doctor",
-    "Document",
-    "InMemory",
-    "JetStream",
-    "Lineage",
-    "Logging",
-    "NotificationBackend",
-    "Right",
-    "Status",
-    "Tls",
-    "Traces",
-    "Workers",
-    "is_loopback",
-]
 
 DEFAULT_URL = "nats://localhost:4222"
 
@@ -92,11 +70,8 @@ class JetStream(Struct, frozen=True, kw_only=True):
     enable_auto_reconnect: Annotated[bool, about("Reconnect when a connection is lost after startup.")] = True
     max_reconnect_attempts: Annotated[
         Count,
-        about(
-            "Number of attempts to reconnect before giving up for good; 0 means no limit. A worker for which it "
-            "is not set tries without end."
-        ),
-    ] = 5
+        about("Number of attempts to reconnect before giving up for good; 0 means no limit."),
+    ] = 0
     reconnect_delay_ms: Annotated[
         Positive, about("Milliseconds between two attempts to connect, at startup and later.")
     ] = 2000
@@ -240,6 +215,27 @@ class NotificationBackend(Struct, frozen=True, kw_only=True):
     in_memory: Annotated[InMemory, about("Settings of the backend in_memory.")] = InMemory()
 
 
+SHORTEST_TOKEN = 16
+"""Characters of a token by which others than this machine may be let in."""
+DOCUMENTED_TOKEN = "set-it-in-the-environment"
+
+
+def weakness(tokens: Mapping[str, Secret], host: str) -> list[str]:
+    """Return which of the tokens, named by their keys, can be guessed where others than this machine reach the host."""
+    weak = [key for key, token in tokens.items() if _is_weak(token.reveal())]
+    if not weak or is_loopback(host):
+        return []
+    return [
+        f"{weak[0]}: {host} can be reached by others, and the token is one of the documentation or has fewer than "
+        f"{SHORTEST_TOKEN} characters; set a long random one in the environment, such as the output of "
+        "`openssl rand -hex 32`"
+    ]
+
+
+def _is_weak(token: str) -> bool:
+    return token == DOCUMENTED_TOKEN or len(token) < SHORTEST_TOKEN
+
+
 class Status(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The status port, which serves /metrics, /livez and /readyz."""
 
@@ -341,11 +337,6 @@ Right = Literal["read", "payload", "pause", "run", "reset", "retry", "drop", "ap
 """What a user of the console may do."""
 
 
-SHORTEST_TOKEN = 16
-"""Characters of a token by which others than this machine may be let into the console."""
-DOCUMENTED_TOKEN = "set-it-in-the-environment"
-
-
 class ConsoleUser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A user of the console."""
 
@@ -402,18 +393,12 @@ class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def refusals(self, host: str, *, key: str = "workers.console.host") -> list[str]:
         """Return why a console must not be served at the address that `key` has; empty where it may be."""
-        tokens, found = {name: user.token.reveal() for name, user in self.users.items()}, []
+        tokens, found = {f"workers.console.users.{name}.token": user.token for name, user in self.users.items()}, []
         if missing := [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]:
             found.append(f"the console needs {missing[0]}, which is missing: pip install 'aviso-workers[console]'")
-        if len(set(tokens.values())) < len(tokens):
+        if len({*tokens.values()}) < len(tokens):
             found.append("workers.console.users: two users have the same token; a bearer token names its user")
-        weak = [name for name, token in tokens.items() if token == DOCUMENTED_TOKEN or len(token) < SHORTEST_TOKEN]
-        if weak and not is_loopback(host):
-            found.append(
-                f"workers.console.users.{weak[0]}.token: {host} can be reached by others, and the token is one of the "
-                f"documentation or has fewer than {SHORTEST_TOKEN} characters; set a long random one in the "
-                "environment, such as the output of `openssl rand -hex 32`"
-            )
+        found += weakness(tokens, host)
         if not self.users and self.proxy is None and not is_loopback(host):
             found.append(
                 f"{key}: {host} can be reached by others, and everybody would have all rights; configure users or a "
@@ -500,6 +485,8 @@ class Config(Document, frozen=True, kw_only=True):
     """A sentence for each thing that looks like a mistake and is none."""
     origins: dict[str, str] = {}
     """The file and line, or the environment variable, of each key path that was set. All others have their defaults."""
+    recorded: frozenset[str] = frozenset()
+    """The event types that are only here because workers of some app have recorded them."""
 
     def event_type(self, name: str) -> EventType:
         """Return the event type of this name. Raises `UnknownEventTypeError`."""

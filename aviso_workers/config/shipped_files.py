@@ -9,8 +9,6 @@ from importlib import resources
 from aviso_workers.aviso import literals
 from aviso_workers.errors import ConfigError
 
-__all__ = ["FILES", "read"]
-
 PACKAGE = "aviso_workers.shipped"
 """The package as which pyproject.toml installs `config/`."""
 FILES = {

@@ -24,12 +24,7 @@ from aviso_workers.jetstream.fields import (
     as_jetstream,
     jetstream_value,
 )
-from aviso_workers.jetstream.specs import StreamSpec
-
-__all__ = ["OURS", "SHOWN", "declared", "event_stream", "event_streams", "mistakes", "own_stream", "stated_by_aviso"]
-
-OURS = "aviso_workers_"
-"""The start of the names of our own streams."""
+from aviso_workers.jetstream.specs import OURS, StreamSpec
 
 SHOWN = {
     "subjects": "topic.base",
@@ -100,6 +95,7 @@ def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec
         "further": {field: value for field, value in further.items() if field not in of_aviso},
         "takes_batches": not mirrors,
         "monitored": True,
+        "key_order": schema.topic_of(name, event_type).key_order,
         "keys": _keys(stream, further) | {field: key for field, (_, key) in of_aviso.items()},
     }
     return msgspec.convert(spec, StreamSpec)

@@ -22,8 +22,6 @@ from aviso_workers.config import Config
 from aviso_workers.config.settings import Right, is_loopback
 from aviso_workers.errors import AvisoWorkersError, ConfigError
 
-__all__ = ["Access", "ForbiddenError", "Visitor"]
-
 ALL: frozenset[Right] = frozenset(get_args(Right))
 EVERYBODY = "*"
 HOST = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:]*))(:[0-9]+)?")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import datetime
 from functools import partial
 
@@ -35,9 +35,8 @@ from aviso_workers.ops import agent_control, aviso_admin, retried, stream_policy
 from aviso_workers.ops.agent_control import AgentConsumer, end_text
 from aviso_workers.ops.doctor import Report, Scope, examine
 from aviso_workers.state import declarations
-from aviso_workers.state.failure_counts import Decides
-
-__all__ = ["ACTIONS", "Action", "Actions", "BrokenOffError", "Confirmation"]
+from aviso_workers.state.dead_letter_records import LetterId
+from aviso_workers.state.orders import Decides
 
 MAX_JOBS = 50
 """Jobs that are remembered; older ones are in the audit stream."""
@@ -69,10 +68,10 @@ class PlannedAction(Struct, frozen=True, kw_only=True):
     """Carries it out."""
     job: Callable[[Job], Awaitable[None]] | None = None
     """Carries it out in the background, if it is a job."""
-    sequences: Sequence[int] = ()
+    letters: Collection[LetterId] = ()
     """The dead letters of a job."""
-    created: datetime | None = None
-    """When their stream was created."""
+    created: Mapping[str, datetime | None] = {}
+    """By app, when the stream of its dead letters was created."""
 
     @property
     def fingerprint(self) -> str:
@@ -158,7 +157,6 @@ class Actions:
         return plan.back
 
     def _begin(self, action: Action, visitor: Visitor, plan: PlannedAction, form: Form) -> str:
-        assert plan.created is not None
         job = Job(
             number=next(self._numbers),
             title=action.title,
@@ -166,10 +164,10 @@ class Actions:
             who=visitor.name,
             selection=plan.fields,
             confirmed=plan.fingerprint,
-            sequences=frozenset(plan.sequences),
-            total=len(plan.sequences),
-            left=set(plan.sequences),
-            created=plan.created,
+            letters=frozenset(plan.letters),
+            total=len(plan.letters),
+            left=set(plan.letters),
+            created=dict(plan.created),
             rate=_rate(form),
         )
         self._jobs.append(job)
@@ -288,10 +286,9 @@ async def _decide(actions: Actions, form: Form, visitor: Visitor, *, decides: De
 async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, drops: bool) -> PlannedAction:
     last = dead_letters.whole_number(form.get("last", ""))
     if form.get("last") and last is None:
-        raise DeclarationError("last: it must be a sequence")
-    config = await actions.known()
-    created, found = await dead_letters.selected(actions.admin, config, form, last=last)
-    if not found or created is None:
+        raise DeclarationError("last: it must be a time in nanoseconds")
+    created, found = await dead_letters.selected(actions.admin, form, until_ns=last)
+    if not found:
         raise NotFoundError("no dead letter matches: somebody else has retried or dropped them")
     _rate(form)  # refuses one that is none, before anything begins
     chosen = _given(form, *dead_letters.FILTERS)
@@ -300,10 +297,10 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
     return PlannedAction(
         of="dead letters",
         says=(f"{len(found)} dead letters ({of_what}) are {does}.",),
-        fields=chosen | _given(form, "rate") | {"last": str(found[-1])},
+        fields=chosen | _given(form, "rate") | {"last": str(max(found.values()))},
         back="/dead-letters",
-        job=partial(dead_letters.act, actions.admin, config),
-        sequences=found,
+        job=partial(dead_letters.act, actions.admin),
+        letters=found,
         created=created,
     )
 
@@ -348,8 +345,11 @@ async def _apply_streams(actions: Actions, _form: Form, _visitor: Visitor) -> Pl
 def _said(plan: Plan | ConsumerPlan) -> str:
     """Return what applying a plan does, with the stored messages that it removes."""
     what = plan.stream if isinstance(plan, Plan) else f"{plan.stream} > {plan.consumer}"
-    removing = plan.removing if isinstance(plan, Plan) else ()
-    return f"{what}: " + ("; ".join(map(str, (*plan.differences, *removing))) if plan.exists else "it is created") + "."
+    return (
+        f"{what}: "
+        + ("; ".join(map(str, (*plan.differences, *plan.removing))) if plan.exists else "it is created")
+        + "."
+    )
 
 
 async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:

@@ -21,8 +21,6 @@ from aviso_workers.state import audit_records
 from aviso_workers.state.audit_records import AuditRecord, RecordedAction
 from aviso_workers.state.own_streams import AUDIT
 
-__all__ = ["ActionResult", "Audit"]
-
 TIMEOUT_SECONDS = 10.0
 END_SECONDS, AGAIN_SECONDS = 30.0, 1.0
 """For how long, and how often, it is tried to store the end of an action: a server has a successor by then."""

@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.backends import Admin
-from aviso_workers.config import Config
-from aviso_workers.console.jobs import Job
+from aviso_workers.console.jobs import Job, ReadAgain
 from aviso_workers.errors import (
     BackendError,
     InvalidPositionError,
@@ -27,27 +26,16 @@ from aviso_workers.errors import (
 from aviso_workers.events import Events
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import agent_inventory, inventory
-from aviso_workers.ops.dead_letters import DeadLetter, Group, Selection, StoredDeadLetters, grouped, portions
+from aviso_workers.ops.dead_letters import Group, Selection, StoredDeadLetters, grouped, portions
 from aviso_workers.ops.denials import Denials, noted
-from aviso_workers.state import dead_letter_records
-from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
-
-__all__ = [
-    "FILTERS",
-    "DeadLetterLists",
-    "SelectedLetters",
-    "act",
-    "failed_again",
-    "get",
-    "of_notification",
-    "selected",
-    "whole_number",
-]
+from aviso_workers.state import dead_letter_records, own_streams
+from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
+from aviso_workers.state.own_streams import DEAD_LETTERS
 
 FILTERS = ("app", "agent", "reason", "stream", "error", "line", "since", "until", "sequence")
 """The fields of a filter."""
-MAX_DIGITS = 19
-"""Fewer than a sequence can have."""
+MAX_DIGITS = 20
+"""Fewer than a sequence can have, or a time in nanoseconds."""
 SHOWN = 20
 LOOK_SECONDS = 1.0
 """How long it is read at most, for one look at a job, what has become a dead letter again."""
@@ -82,7 +70,7 @@ class DeadLetterLists:
         self._newest: tuple[Mapping[str, str], float, SelectedLetters] | None = None
         """The filter, when it began to be read, and what was found."""
 
-    async def of(self, config: Config, fields: Mapping[str, str]) -> SelectedLetters:
+    async def of(self, fields: Mapping[str, str]) -> SelectedLetters:
         """Return what a filter selects. Raises `InvalidPositionError` for a date or a sequence that is none, and
         `BackendError`.
         """
@@ -90,12 +78,12 @@ class DeadLetterLists:
         async with self._reading:
             if self._newest is None or self._newest[0] != chosen or self._newest[1] < asked:
                 began = anyio.current_time()
-                self._newest = (chosen, began, await _listed(self._admin, config, chosen))
+                self._newest = (chosen, began, await _listed(self._admin, chosen))
             return self._newest[2]
 
 
-async def _listed(admin: Admin, config: Config, fields: Mapping[str, str]) -> SelectedLetters:
-    stored = StoredDeadLetters(admin, config, events=Events())
+async def _listed(admin: Admin, fields: Mapping[str, str]) -> SelectedLetters:
+    stored = StoredDeadLetters(admin, events=Events())
     found, denied, wanted = SelectedLetters(), Denials(), _selection(fields)
     groups: dict[tuple[str, ...], Group] = {}
     with noted(denied, "dead letters"):
@@ -103,20 +91,27 @@ async def _listed(admin: Admin, config: Config, fields: Mapping[str, str]) -> Se
         async for dead_letter in _selected(stored, wanted):
             found.count += 1
             grouped(groups, dead_letter)
-            found.newest = [dead_letter, *found.newest[: SHOWN - 1]]
+            found.newest.append(dead_letter)
+            if len(found.newest) >= 2 * SHOWN:
+                found.newest = _newest(found.newest)
+    found.newest = _newest(found.newest)
     found.denied = denied.text()
     found.groups = sorted(groups.values(), key=lambda group: -group.count)
     return found
 
 
-async def get(admin: Admin, config: Config, sequence: int) -> DeadLetter:
-    """Return the dead letter of this sequence. Raises `NotFoundError`, `BackendError`."""
-    return await StoredDeadLetters(admin, config, events=Events()).get(sequence)
+def _newest(dead_letters: list[DeadLetter]) -> list[DeadLetter]:
+    return sorted(dead_letters, key=lambda each: each.time, reverse=True)[:SHOWN]
 
 
-async def of_notification(admin: Admin, config: Config, stream: str, sequence: int) -> dict[tuple[str, str], str]:
+async def get(admin: Admin, app: str, sequence: int) -> DeadLetter:
+    """Return the dead letter of an app that has this sequence. Raises `NotFoundError`, `BackendError`."""
+    return await StoredDeadLetters(admin, events=Events()).get(sequence, app)
+
+
+async def of_notification(admin: Admin, stream: str, sequence: int) -> dict[tuple[str, str], str]:
     """Return what the dead letters of one notification say, by app and agent. Raises `BackendError`."""
-    stored = StoredDeadLetters(admin, config, events=Events())
+    stored = StoredDeadLetters(admin, events=Events())
     return {
         (each.app, each.agent): f"{each.sequence}: {each.reason} after {each.attempts} attempts: {each.error}"
         async for each in _selected(stored, Selection(stream=stream))
@@ -125,24 +120,26 @@ async def of_notification(admin: Admin, config: Config, stream: str, sequence: i
 
 
 async def selected(
-    admin: Admin, config: Config, fields: Mapping[str, str], *, last: int | None
-) -> tuple[datetime | None, list[int]]:
-    """Return when the stream was created, and the sequences of what a filter selects, up to `last`. Raises as
-    `DeadLetterLists.of` does.
+    admin: Admin, fields: Mapping[str, str], *, until_ns: int | None
+) -> tuple[dict[str, datetime | None], dict[LetterId, int]]:
+    """Return when the streams of the apps were created, and of the dead letters that a filter selects the times in
+    nanoseconds, up to `until_ns`. Raises as `DeadLetterLists.of` does.
     """
-    info = await inventory.existing(admin.stream_info(DEAD_LETTERS))
-    stored = StoredDeadLetters(admin, config, events=Events())
-    found = [each.sequence async for each in _selected(stored, _selection(fields))]
-    return info.created if info else None, [sequence for sequence in found if last is None or sequence <= last]
+    stored = StoredDeadLetters(admin, events=Events())
+    found = {each.id: each.stored.timestamp_ns async for each in _selected(stored, _selection(fields))}
+    found = {key: time_ns for key, time_ns in found.items() if until_ns is None or time_ns <= until_ns}
+    apps = sorted({app for app, _ in found})
+    infos = {app: await inventory.existing(admin.stream_info(own_streams.of_app(DEAD_LETTERS, app))) for app in apps}
+    return {app: info.created if info else None for app, info in infos.items()}, found
 
 
-async def act(admin: Admin, config: Config, job: Job) -> None:
+async def act(admin: Admin, job: Job) -> None:
     """Drop or retry exactly the dead letters of the job, at most `job.rate` of them a second. What fails is noted in
     the job, and the others go on; where no server answers, it is tried again.
 
     Raises `BackendError` where too much fails, and `NotFoundError` where the stream was deleted or made again.
     """
-    stored = StoredDeadLetters(admin, config, events=Events())
+    stored = StoredDeadLetters(admin, events=Events())
     do = partial(StoredDeadLetters.retry if job.hands_back else StoredDeadLetters.drop, stored)
     done, failing_since = -1, 0.0
 
@@ -152,11 +149,13 @@ async def act(admin: Admin, config: Config, job: Job) -> None:
 
     while job.left:
         try:
-            await _stream_of(admin, job)
-            chosen = _selected(stored, Selection(sequences=frozenset(job.left)))
+            for app in job.created:
+                await _stream_of(admin, job, app)
+            chosen = _selected(stored, Selection(chosen=frozenset(job.left)))
             async with aclosing(chosen), aclosing(portions(chosen, rate=job.rate)) as found:
                 async for portion in found:
-                    await _stream_of(admin, job)
+                    for app in {each.app for each in portion}:
+                        await _stream_of(admin, job, app)
                     # Apart by agent: one that cannot be handed back holds up those of no other agent.
                     for _, of_agent in groupby(sorted(portion, key=BY_AGENT), key=BY_AGENT):
                         await _act_on([*of_agent], do, job, patient=is_patient())
@@ -176,9 +175,10 @@ async def failed_again(admin: Admin, job: Job) -> str:
     try:
         with anyio.move_on_after(LOOK_SECONDS):
             async with job.looking:
-                await _look(admin, job)
+                for app in job.created:
+                    await _look(admin, job, app)
             why = ""
-            consumers = await agent_inventory.agents(admin, RETRIES)
+            consumers = await agent_inventory.retries(admin)
             waiting = sum(consumers[agent].lag for agent in job.agents if agent in consumers)
     except NotFoundError as error:
         why = str(error)
@@ -193,32 +193,35 @@ async def failed_again(admin: Admin, job: Job) -> str:
     return "; ".join(filter(None, said))
 
 
-async def _look(admin: Admin, job: Job) -> None:
-    """Read what has become a dead letter again: only what has come since it was read last, unless some were erased
-    meanwhile. Raises `BackendError`, and `NotFoundError` as `_stream_of` does.
+async def _look(admin: Admin, job: Job, app: str) -> None:
+    """Read what has become a dead letter again of one app: only what has come since it was read last, unless some were
+    erased meanwhile. Raises `BackendError`, and `NotFoundError` as `_stream_of` does.
     """
-    info = await _stream_of(admin, job)
-    if not job.read_to or info.last_sequence - job.seen[0] != info.messages - job.seen[1]:
-        job.failed_again, job.read_to = 0, max(job.sequences)
-    job.seen = (info.last_sequence, info.messages)
-    handed_back = {str(sequence) for sequence in job.sequences - job.left}
-    subjects = [dead_letter_records.subject_of(app, agent) for app, agent in sorted(job.agents)]
-    if job.read_to < info.last_sequence:
-        start, last = job.read_to + 1, info.last_sequence
-        reading = admin.read(DEAD_LETTERS, filter_subjects=subjects, start_sequence=start, last_sequence=last)
+    info, read = await _stream_of(admin, job, app), job.read.setdefault(app, ReadAgain())
+    if not read.to or info.last_sequence - read.seen[0] != info.messages - read.seen[1]:
+        read.failed, read.to = 0, max(sequence for of, sequence in job.letters if of == app)
+    read.seen = (info.last_sequence, info.messages)
+    handed_back = {str(sequence) for of, sequence in job.letters - job.left if of == app}
+    subjects = [dead_letter_records.subject_of(of, agent) for of, agent in sorted(job.agents) if of == app]
+    if read.to < info.last_sequence and subjects:
+        start, last = read.to + 1, info.last_sequence
+        reading = admin.read(info.name, filter_subjects=subjects, start_sequence=start, last_sequence=last)
         async with aclosing(reading):
             async for message in reading:
-                job.read_to = message.sequence
+                read.to = message.sequence
                 retried = (message.headers or {}).get(dead_letter_records.RETRIED, "")
-                job.failed_again += retried.partition(".")[0] in handed_back
-        job.read_to = info.last_sequence
+                read.failed += retried.partition(".")[0] in handed_back
+        read.to = info.last_sequence
 
 
-async def _stream_of(admin: Admin, job: Job) -> StreamInfo:
-    """Return the stream of a job's dead letters. Raises `NotFoundError` where it was deleted or made again."""
-    info = await inventory.existing(admin.stream_info(DEAD_LETTERS))
-    if info is None or info.created != job.created:
-        raise NotFoundError(f"the stream {DEAD_LETTERS} was deleted or made again since")
+async def _stream_of(admin: Admin, job: Job, app: str) -> StreamInfo:
+    """Return the stream of an app's dead letters of a job. Raises `NotFoundError` where it was deleted or made
+    again.
+    """
+    stream = own_streams.of_app(DEAD_LETTERS, app)
+    info = await inventory.existing(admin.stream_info(stream))
+    if info is None or info.created != job.created[app]:
+        raise NotFoundError(f"the stream {stream} was deleted or made again since")
     return info
 
 
@@ -264,5 +267,5 @@ def _sequence(text: str) -> int:
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that a text is; None where it is none that a sequence can be."""
+    """Return the number that a text is; None where it is none that a sequence or a time in nanoseconds can be."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None

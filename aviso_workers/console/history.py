@@ -15,8 +15,6 @@ from msgspec import Struct
 
 from aviso_workers.errors import describe
 
-__all__ = ["Rates", "rates", "sparkline", "spoken"]
-
 QUERY = 'sum by (app, agent) (rate(aviso_worker_notifications_total{outcome="acked"}[2m]))'
 SPAN_SECONDS = 3600
 POINTS = 60

@@ -11,9 +11,19 @@ import anyio
 from msgspec import Struct, field
 
 from aviso_workers.config.settings import Right
-from aviso_workers.ops.dead_letters import DeadLetter, is_window
+from aviso_workers.ops.dead_letters import is_window
+from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 
-__all__ = ["Job"]
+
+class ReadAgain(Struct):
+    """How far an app's dead letters were read, for those of a job that are dead letters again."""
+
+    failed: int = 0
+    """How many of those that are handed back are."""
+    to: int = 0
+    """The sequence up to which they were read."""
+    seen: tuple[int, int] = (0, 0)
+    """The last sequence of the stream and the number of its messages, when it was last looked at."""
 
 
 class Job(Struct, kw_only=True):
@@ -27,10 +37,10 @@ class Job(Struct, kw_only=True):
     selection: Mapping[str, str]
     confirmed: str
     """What was confirmed: the same form is the same job."""
-    sequences: frozenset[int]
-    """Those of the dead letters."""
-    left: set[int]
-    """The sequences of those that are not done."""
+    letters: frozenset[LetterId]
+    """The dead letters."""
+    left: set[LetterId]
+    """Those that are not done."""
     total: int
     rate: float | None
     """The most of them in a second; None: as many as there can be."""
@@ -38,8 +48,8 @@ class Job(Struct, kw_only=True):
     state: str = "runs"
     """`runs`, `done`, `stopped` or `failed`."""
     failures: list[str] = []
-    created: datetime
-    """When the stream of the dead letters was created: in another one, others have their sequences."""
+    created: dict[str, datetime | None]
+    """By app, when the stream of its dead letters was created: in another one, others have their sequences."""
     finished: bool = False
     """Whether all that were there are done, or have failed."""
     asked_again: bool = False
@@ -48,19 +58,15 @@ class Job(Struct, kw_only=True):
     """The apps and agents to which some were handed back."""
     windows: int = 0
     """As many of those that are done were windows, whose next dead letter does not name the one before."""
-    failed_again: int = 0
-    """How many of those that are handed back are dead letters again, as far as the dead letters were read."""
-    read_to: int = 0
-    """The sequence up to which they were read."""
-    seen: tuple[int, int] = (0, 0)
-    """The last sequence of their stream and the number of its messages, when it was last looked at."""
+    read: dict[str, ReadAgain] = field(default_factory=dict)
+    """By app, what has become a dead letter again."""
     looking: anyio.Lock = field(default_factory=anyio.Lock)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     """Cancelled where the job is stopped."""
 
     def note(self, dead_letter: DeadLetter) -> None:
         """Note one that is done."""
-        self.left.discard(dead_letter.sequence)
+        self.left.discard(dead_letter.id)
         self.agents.add((dead_letter.app, dead_letter.agent))
         self.windows += is_window(dead_letter)
 
@@ -68,6 +74,11 @@ class Job(Struct, kw_only=True):
     def hands_back(self) -> bool:
         """Whether the dead letters are retried, and not erased."""
         return self.right == "retry"
+
+    @property
+    def failed_again(self) -> int:
+        """How many of those that are handed back are dead letters again, as far as the dead letters were read."""
+        return sum(read.failed for read in self.read.values())
 
     @property
     def done(self) -> int:

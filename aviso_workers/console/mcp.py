@@ -14,13 +14,12 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.console import dead_letters, pages
 from aviso_workers.console.pages import Page, Question
 from aviso_workers.console.shown import body
 from aviso_workers.errors import AvisoWorkersError, BackendError, describe
 from aviso_workers.version import __version__
-
-__all__ = ["PATH", "answered"]
 
 PATH = "/mcp"
 MODERN, LEGACY = "2026-07-28", ("2025-11-25", "2025-06-18")
@@ -44,7 +43,7 @@ TOOLS: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
     "agent": (pages.agent, ("app", "agent"), ()),
     "app": (pages.app, ("app",), ()),
     "dead_letters": (pages.all_dead_letters, (), dead_letters.FILTERS),
-    "dead_letter": (pages.dead_letter, ("sequence",), ()),
+    "dead_letter": (pages.dead_letter, ("app", "sequence"), ()),
     "notification": (pages.notification, ("name",), ()),
     "streams": (pages.streams, (), ("all",)),
     "audit": (pages.audit, (), ("who", "of")),
@@ -75,7 +74,7 @@ async def answered(message: bytes, headers: Mapping[str, str], ask: Ask, *, payl
         whose = {"id": call.id}
         _check_revision(call, headers)
         status, answer = 200, {"result": await _result(call, ask, payloads=payloads)}
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE_JSON as error:
         code = NO_REQUEST if isinstance(error, msgspec.ValidationError | RecursionError) else NO_JSON
         status, answer = 400, {"error": {"code": code, "message": f"this is no request of JSON-RPC 2.0: {error}"}}
     except _RefusedError as refused:

@@ -17,8 +17,6 @@ from aviso_workers.config import Config
 from aviso_workers.errors import InvalidNotificationError
 from aviso_workers.ops import aviso_admin
 
-__all__ = ["FoundNotification", "Search", "search"]
-
 SHOWN = 20
 SPAN = 1000
 """Messages that are read to find the newest ones; the server counts where these begin."""

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.aviso import topics
+from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, NotificationReader
 from aviso_workers.backends import Admin
 from aviso_workers.config.streams import event_streams
@@ -25,8 +25,6 @@ from aviso_workers.ops import aviso_admin, inventory
 from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.inventory import StoredMessage
 from aviso_workers.state import asyncapi
-
-__all__ = ["Fate", "PublishedBy", "Trail", "trail"]
 
 MAX_SCANNED = 3000
 """Messages among which outputs are looked for."""
@@ -97,7 +95,7 @@ async def trail(admin: Admin, overview: Overview, name: str) -> Trail:
     dead: dict[tuple[str, str], str] = {}
     denied = Denials()
     if any(view.progress.dead_letters != 0 for view in readers):
-        dead_ones = dead_letters.of_notification(admin, overview.config, message.stream, message.sequence)
+        dead_ones = dead_letters.of_notification(admin, message.stream, message.sequence)
         dead = await asked(denied, "dead letters", dead_ones, {})
     fates = [_fate(view, message, dead, denied.text()) for view in readers]
     agents = [(view.progress.app, view.progress.agent) for view in readers]
@@ -130,7 +128,8 @@ async def _outputs(
     trace_id = _origin(message.headers, overview).trace_id
     since = datetime.fromisoformat(message.time) - SKEW
     with anyio.move_on_after(SCAN_SECONDS) as scan:
-        for base in sorted({each["channel"]["$ref"].rpartition("/")[2] for each in sent}):
+        bases = {each["channel"]["$ref"].rpartition("/")[2] for each in sent}
+        for base in sorted(base for base in bases if not schema.base_problem(base)):
             stream = topics.stream_name(base)
             with noted(denied, "outputs"):
                 if (info := await inventory.existing(admin.stream_info(stream))) is None:
@@ -160,9 +159,9 @@ def _fate(view: AgentView, message: StoredMessage, dead: dict[tuple[str, str], s
     progress = view.progress
     if (why := dead.get((progress.app, progress.agent))) is not None:
         return Fate(view=view, state="dead letter", why=why)
-    if progress.events is None:
+    if progress.consumer is None:
         return Fate(view=view, state="unknown" if view.state == "unknown" else "not handled", why=view.why)
-    filters = progress.events.config.filters
+    filters = progress.consumer.config.filters
     if filters and not matcher(filters)(message.subject):
         return Fate(view=view, state="not for it", why=f"it reads {', '.join(filters)}")
     for retrying in progress.retrying:
@@ -198,7 +197,7 @@ def _origin(given: Mapping[str, str], overview: Overview) -> PublishedBy:
 
 def _by_position(view: AgentView, sequence: int) -> Fate:
     """Return what the positions of the consumer say."""
-    events = view.progress.events
+    events = view.progress.consumer
     assert events is not None
     if sequence <= events.settled:
         return Fate(view=view, state="settled", why=f"everything up to {events.settled} is settled")

@@ -13,20 +13,17 @@ from aviso_workers.config import display
 from aviso_workers.console import dead_letters, notification_search, notification_trail, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
-from aviso_workers.console.overview import CALM, TROUBLES, AgentView, Overview, Watcher, is_trouble, stale_text
+from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.ops import doctor as doctor_
-from aviso_workers.ops import stream_policy
-from aviso_workers.ops.agent_inventory import Recorded
-from aviso_workers.ops.agent_report import failing_text
+from aviso_workers.ops import stream_policy, timer_report
 from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.doctor import output
+from aviso_workers.ops.health import STATES, Judgement
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.timer_report import paused_text, run_text
 from aviso_workers.state import asyncapi, lease_records, timer_records
 from aviso_workers.state.timer_requests import Run
-
-__all__ = ["PAGES", "Page", "Question"]
 
 SHOWN_ACTIONS = 200
 NEARLY_FULL = 0.9
@@ -73,8 +70,8 @@ async def now(question: Question) -> Page:
     except BackendError as error:
         return Page("now.html", "Now", {"overview": None, "down": str(error), "stale": ""}, live=True, status=503)
     denied = overview.snapshot.denied.text()
-    troubled = sorted(filter(is_trouble, overview.agents), key=_by_state)
-    streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _full(overview, row))]
+    troubled = sorted((view for view in overview.agents if view.judgement.is_trouble), key=_by_state)
+    streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _refuses(overview, row))]
     stale = stale_text(overview, question.watcher)
     values = {
         "overview": overview,
@@ -91,10 +88,14 @@ async def now(question: Question) -> Page:
     return Page("now.html", "Now", values, live=True)
 
 
-def _full(overview: Overview, row: StreamRow) -> str:
-    """Return how full a stream is that refuses what is new when it is full; empty where there is room."""
-    refuses = overview.snapshot.streams[row.stream].config.discard == "new"
-    if not refuses or row.used is None or row.used < NEARLY_FULL:
+def _refuses(overview: Overview, row: StreamRow) -> str:
+    """Return that a stream is sealed and is not to be, or how full one is that refuses what is new when it is full;
+    empty where there is room.
+    """
+    found = overview.snapshot.streams[row.stream]
+    if stream_policy.sealed(overview.config, {row.stream: found}):
+        return row.note
+    if found.config.discard != "new" or row.used is None or row.used < NEARLY_FULL:
         return ""
     return f"{row.used:.0%} of its limit is used, and when it is full it refuses what is new"
 
@@ -105,7 +106,12 @@ def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> st
     if not overview.agents and not denied:
         return "No agent is known here."
     said = [
-        _counted(len(troubled), "agent needs you", "agents need you"),
+        _counted(sum(view.judgement.needs for view in troubled), "agent needs you", "agents need you"),
+        _counted(
+            sum(not view.judgement.needs for view in troubled),
+            "agent is in trouble that may pass",
+            "agents are in trouble that may pass",
+        ),
         _counted(len(overview.failing), "timer or task fails", "timers and tasks fail"),
         _counted(
             overview.new_dead_letters or 0, "dead letter of the last day waits", "dead letters of the last day wait"
@@ -123,12 +129,11 @@ def _counted(count: int, one: str, several: str) -> str:
 
 
 def _rank(state: str) -> int:
-    order = (*TROUBLES, *CALM)
-    return order.index(state) if state in order else len(order)
+    return STATES.index(state) if state in STATES else len(STATES)
 
 
-def _by_state(view: AgentView) -> tuple[int, int]:
-    return _rank(view.state), -view.progress.lag
+def _by_state(view: AgentView) -> tuple[bool, int, int]:
+    return not view.judgement.needs, _rank(view.state), -view.progress.lag
 
 
 ORDERS: dict[str, Callable[[AgentView], Any]] = {
@@ -188,7 +193,7 @@ async def agent(question: Question) -> Page:
         "policy": declared.policies.get(name, {}) if declared else {},
         "declared": declared,
         "workers": [(worker, [at_work]) for view in views for worker, at_work in view.workers],
-        "asked": any(view.progress.events and view.progress.events.num_waiting for view in views),
+        "asked": any(view.progress.consumer and view.progress.consumer.num_waiting for view in views),
         "deploys": overview.snapshot.recorded.deploys.get(app, ()),
         "retrying": [each for view in views for each in view.progress.retrying],
         "versions": [
@@ -204,11 +209,10 @@ async def agent(question: Question) -> Page:
 
 async def all_dead_letters(question: Question) -> Page:
     """The dead letters that a filter selects: in groups, and the newest of them."""
-    overview = await question.overview()
-    found = await question.actions.dead_letters.of(overview.config, question.query)
+    found = await question.actions.dead_letters.of(question.query)
     values = {
         "found": found,
-        "last": found.newest[0].sequence if found.newest else 0,
+        "last": found.newest[0].stored.timestamp_ns if found.newest else 0,
         "jobs": question.actions.jobs,
     }
     return Page("dead_letters.html", "Dead letters", values)
@@ -216,10 +220,9 @@ async def all_dead_letters(question: Question) -> Page:
 
 async def dead_letter(question: Question) -> Page:
     """One dead letter."""
-    overview = await question.overview()
     sequence = _number(question, "sequence")
-    found = await dead_letters.get(question.actions.admin, overview.config, sequence)
-    return Page("dead_letter.html", f"Dead letter {found.sequence}", {"found": found})
+    found = await dead_letters.get(question.actions.admin, question.path["app"], sequence)
+    return Page("dead_letter.html", f"Dead letter {found.sequence} of {found.app}", {"found": found})
 
 
 async def job(question: Question) -> Page:
@@ -248,7 +251,7 @@ class _TimerRow(Struct, frozen=True, kw_only=True):
     leader: str
     last: datetime | None
     paused: str
-    failing: str
+    judgement: Judgement
     run: Run | None
     """The last run that somebody has asked for."""
     run_text: str
@@ -277,7 +280,14 @@ async def timers(question: Question) -> Page:
                     leader=leader,
                     last=claim.time if claim and claim.token else None,
                     paused=paused_text(pause) if pause else "",
-                    failing=_failing(overview.snapshot.recorded, app, name, overview.time),
+                    judgement=timer_report.judge(
+                        name,
+                        leader=leader if claim is not None and claim.token and not denied.text() else None,
+                        workers=overview.workers.get(app, ()),
+                        failure=overview.snapshot.recorded.failures.get((app, "timers", name)),
+                        pause=pause,
+                        now=overview.time,
+                    ),
                     run=run,
                     run_text=run_text(run, void=not run.is_open(overview.time)) if run else "",
                     denied=denied.text(),
@@ -290,11 +300,6 @@ async def timers(question: Question) -> Page:
         "denied": overview.snapshot.denied.text("records"),
     }
     return Page("timers.html", "Timers", values, live=True)
-
-
-def _failing(recorded: Recorded, app: str, timer: str, time: datetime) -> str:
-    failure = recorded.failures.get((app, "timers", timer))
-    return failing_text(failure) if failure and failure.until > time else ""
 
 
 async def streams(question: Question) -> Page:
@@ -401,7 +406,7 @@ PAGES: dict[str, Callable[[Question], Awaitable[Page]]] = {
     "/agents": agents,
     "/agents/{app}/{agent}": agent,
     "/dead-letters": all_dead_letters,
-    "/dead-letters/{sequence}": dead_letter,
+    "/dead-letters/{app}/{sequence}": dead_letter,
     "/jobs/{number}": job,
     "/notification": notification,
     "/timers": timers,

@@ -22,8 +22,6 @@ from aviso_workers.console.web import HANDED_OVER, application
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.telemetry.status import TURN_SECONDS
 
-__all__ = ["serve"]
-
 ENDS_SECONDS = 3
 HEAD_SECONDS = 10.0
 """How long somebody may take to send the head of a request."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from operator import attrgetter
+from typing import Any
 
 from markupsafe import Markup, escape
 from rich.filesize import decimal
@@ -14,12 +17,12 @@ from rich.filesize import decimal
 from aviso_workers.aviso.literals import body_text, time_text
 from aviso_workers.console.history import sparkline, spoken
 
-__all__ = ["FILTERS", "body"]
-
 MINUTE, HOUR, DAY = 60, 3600, 86400
 BACKTICKS = re.compile(r"`([^`\n]+)`")
 SLOWEST = 0.05
 """Below this rate, nothing is said to change."""
+MOST_ROWS = 1000
+"""Of each app, in one table or list: a page of some megabytes holds up the browser and the other pages."""
 
 
 def time(value: datetime | None) -> str:
@@ -74,6 +77,20 @@ def pairs(value: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {each}" for name, each in value.items())
 
 
+def first_of_each(rows: Iterable[Any], app: str = "") -> tuple[list[Any], dict[str, int]]:
+    """Return the first rows of each app, in their order, and how many more there are, by app. `app` is the attribute of
+    a row that names its app; empty where all are of one.
+    """
+    counts: Counter[str] = Counter()
+    shown = []
+    for row in rows:
+        of = attrgetter(app)(row) if app else ""
+        counts[of] += 1
+        if counts[of] <= MOST_ROWS:
+            shown.append(row)
+    return shown, {of: count - MOST_ROWS for of, count in counts.items() if count > MOST_ROWS}
+
+
 FILTERS = {
     "time": time,
     "ago": ago,
@@ -85,6 +102,7 @@ FILTERS = {
     "body": body,
     "commands": commands,
     "pairs": pairs,
+    "first_of_each": first_of_each,
     "sparkline": sparkline,
     "spoken": spoken,
 }

@@ -14,8 +14,6 @@ from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.ops import aviso_admin, inventory
 from aviso_workers.spark.job_events import EVENT_TYPE
 
-__all__ = ["SparkRun", "newest"]
-
 FIELDS = ("cluster", "application", "kind", "event")
 READ = 5000
 """The newest notifications that are read."""

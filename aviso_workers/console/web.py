@@ -43,10 +43,9 @@ from aviso_workers.console.pages import PAGES, Page, Question
 from aviso_workers.console.shown import FILTERS
 from aviso_workers.errors import AvisoWorkersError, BackendError, DeniedError, NotFoundError, UnavailableError, describe
 from aviso_workers.ops import denials
+from aviso_workers.telemetry.failed_logins import FailedLogins
 from aviso_workers.telemetry.status import PATHS
 from aviso_workers.version import __version__
-
-__all__ = ["HANDED_OVER", "application"]
 
 MAX_FORM_BYTES = 64 * 1024
 FORM_SECONDS = 10.0
@@ -60,10 +59,6 @@ MCP_SECONDS = 10.0
 """How long a tool may take."""
 WRITE_SECONDS = 10.0
 """How long somebody may take to receive a part of a page."""
-FAILED_SECONDS = 1.0
-"""How long an address waits for the answer to a failed login, for each of its failed ones that wait."""
-MAX_FAILED = 10
-"""Failed logins of an address that may wait; then it is asked for nobody's token until one of them is answered."""
 UNCHANGED_SECONDS = 15.0
 """After so long without a change, a comment shows that the console is there."""
 LIVE = "live"
@@ -94,8 +89,7 @@ class _Guard:
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
         self._access = access
-        self._failed = Counter[str]()
-        """Failed logins that wait for their answer, by address."""
+        self._failed = FailedLogins("console.login_failed")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -103,7 +97,7 @@ class _Guard:
             return
         request, nonce = HTTPConnection(scope), secrets.token_urlsafe(16)
         address = request.client.host if request.client is not None else ""
-        slowed = self._failed[address] >= MAX_FAILED
+        slowed = self._failed.refusal(address)
         visitor = None if slowed else self._access.visitor(request)
         scope.setdefault("state", {}).update(visitor=visitor, nonce=nonce)
 
@@ -113,24 +107,13 @@ class _Guard:
             await send(message)
 
         if slowed:
-            text = f"Too many failed logins from {address}: ask again in some seconds.\n"
-            refused: Response | None = PlainTextResponse(text, 429, headers={"retry-after": "10"})
+            refused: Response | None = PlainTextResponse(slowed, 429, headers={"retry-after": "10"})
         else:
             if visitor is None and request.headers.get("authorization"):
-                await self._slow_down(address)
+                with self._failed.slowed(address) as seconds:
+                    await anyio.sleep(seconds)
             refused = self._refusal(request, visitor)
         await (refused or self._app)(scope, receive, send_guarded)
-
-    async def _slow_down(self, address: str) -> None:
-        """Note a failed login, and let its address wait: a token is not to be guessed."""
-        log.warning("console.login_failed", address=address)
-        self._failed[address] += 1
-        try:
-            await anyio.sleep(FAILED_SECONDS * self._failed[address])
-        finally:
-            self._failed[address] -= 1
-            if not self._failed[address]:
-                del self._failed[address]
 
     def _refusal(self, request: HTTPConnection, visitor: Visitor | None) -> Response | None:
         """Return the answer to a request that goes no further."""

@@ -39,18 +39,6 @@ from aviso_workers.declare.verdicts import Ack, Classifier, GivenUp, Reject, Ret
 from aviso_workers.declare.windows import KeyState, Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
 
-__all__ = [
-    "Agent",
-    "Policy",
-    "Router",
-    "Task",
-    "check_filter",
-    "check_name",
-    "durable_name",
-    "included",
-    "is_at_prompt",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

@@ -18,8 +18,6 @@ from aviso_workers.declare.resources import Resource
 from aviso_workers.declare.windows import Window
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["Around", "Called", "declare", "mistakes", "mistakes_of_calls"]
-
 FORMS = (Notification, Batch, Window)
 
 

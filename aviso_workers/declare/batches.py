@@ -15,8 +15,6 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare.verdicts import Reject, Retry
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["Batch", "Batching", "NotificationSource", "Stream"]
-
 T = TypeVar("T", default=Any)
 K = TypeVar("K", default=Any)
 G = TypeVar("G", bound=Hashable)

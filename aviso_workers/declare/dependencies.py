@@ -28,8 +28,6 @@ from aviso_workers.declare import durations
 from aviso_workers.declare.limits import identifier_fields
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["OWN_TIMEOUT", "Dependency", "Outage", "Unavailable", "at_work", "is_unavailable", "retry_after_seconds"]
-
 PATIENCE = "1d"
 MAX_CAUSES = 10
 """How many exceptions are looked at, from one that was raised back along what caused it."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from aviso_workers.aviso import literals
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["seconds"]
-
 
 def seconds(where: str, duration: object) -> float:
     """Return the seconds of a duration, as `literals.seconds_of` does. Raises `DeclarationError`, which begins with

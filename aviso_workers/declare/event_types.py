@@ -20,8 +20,6 @@ from aviso_workers.config.settings import JetStream
 from aviso_workers.declare import durations
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["StorageKeys", "declare"]
-
 
 class StorageKeys(TypedDict, total=False):
     """The keys of a storage policy, as in a file: see `aviso.schema.StoragePolicy`."""

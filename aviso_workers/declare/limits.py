@@ -9,8 +9,6 @@ from aviso_workers.aviso.literals import AnyDuration, Duration
 from aviso_workers.declare import durations
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["Rate", "Slots", "identifier_fields", "limits_in_order"]
-
 LEAST_PER_SECONDS, LONGEST_PER_SECONDS = 0.001, 86400.0
 MOST_CALLS = 10**9
 MOST_SLOTS = 100

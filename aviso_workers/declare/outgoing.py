@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.errors import InvalidNotificationError, describe
 
-__all__ = ["Changing", "changed"]
-
 Changing = Callable[[Notify], Notify | None]
 """A function of `outgoing`; None leaves the notification as it is."""
 

@@ -21,16 +21,6 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Ack, FinalError, Reject, Retry
 from aviso_workers.errors import DeclarationError, InvalidNotificationError
 
-__all__ = [
-    "PUBLISHING",
-    "each_of",
-    "named_event_types",
-    "notifications",
-    "publishes",
-    "refuse_unpublished",
-    "refused_return",
-]
-
 NOTHING = (type(None), Ack, Receipt)
 """Types of which nothing is published where a function returns one by itself."""
 ACCEPTED = (Notify, *NOTHING, Retry, Reject, BaseException)

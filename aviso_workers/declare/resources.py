@@ -31,23 +31,6 @@ from msgspec import Struct, structs
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.errors import DeclarationError
 
-__all__ = [
-    "Needing",
-    "Resource",
-    "Scope",
-    "bound",
-    "declare",
-    "hints_of",
-    "in_order",
-    "mistakes",
-    "needs_of",
-    "opened_by_workers",
-    "require_positional",
-    "spelled",
-    "surrounded",
-    "unbound",
-]
-
 Scope = Literal["worker", "call"]
 """How long a resource is open: as long as its worker runs, or for one call of a function that needs it."""
 

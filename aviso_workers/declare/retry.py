@@ -17,18 +17,6 @@ from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.declare import durations
 from aviso_workers.errors import DeclarationError
 
-__all__ = [
-    "LONGEST_DELAY_DAYS",
-    "LONGEST_DELAY_SECONDS",
-    "USUAL_ATTEMPTS",
-    "Backoff",
-    "Restarts",
-    "RetryPolicy",
-    "RetryShare",
-    "Tries",
-    "is_number",
-]
-
 LONGEST_DELAY_DAYS = 366
 USUAL_ATTEMPTS = 6
 """How often a notification is tried by default. An agent without a limit is blocked at one that has failed so often."""

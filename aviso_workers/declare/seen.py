@@ -14,8 +14,6 @@ from collections.abc import Collection, Iterable, Set
 
 from msgspec import Struct, structs
 
-__all__ = ["NEVER", "SeenBits", "SeenList", "SeenPage", "Stored", "last_of_page", "page_of"]
-
 NEVER = -(2**53)
 """Before every time: the least whole number that JSON carries everywhere."""
 PAGE_SEQUENCES = 16_384

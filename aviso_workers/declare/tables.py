@@ -39,16 +39,6 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream.key_value import Entry, KeyValue, decode_key, encode_key
 
-__all__ = [
-    "DELETE",
-    "PROCESS",
-    "Change",
-    "Counter",
-    "CounterStore",
-    "Delete",
-    "Table",
-]
-
 T = TypeVar("T")
 R = TypeVar("R")
 C = TypeVar("C")

@@ -21,8 +21,6 @@ from aviso_workers.declare import resources
 from aviso_workers.declare.resources import Resource
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["LATE_SECONDS", "Cron", "Every", "Schedule", "Tick", "Timer", "next_tick", "ticks_between"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

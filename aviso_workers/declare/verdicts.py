@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from typing import Any, Generic, Literal, TypeGuard
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from typing_extensions import TypeVar
 
 from aviso_workers.aviso import literals
@@ -19,31 +19,6 @@ from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECONDS, RetryPolicy
 from aviso_workers.errors import DeclarationError
-
-__all__ = [
-    "Ack",
-    "Again",
-    "Classifier",
-    "DeadLetter",
-    "Failure",
-    "FinalError",
-    "FinalReason",
-    "GivenUp",
-    "Nak",
-    "OtherVersionError",
-    "PriorRecord",
-    "Reject",
-    "Retry",
-    "RunsAs",
-    "Settlement",
-    "Term",
-    "Verdict",
-    "before_handling",
-    "classify",
-    "decide",
-    "failure_returned",
-    "uncounted_seconds",
-]
 
 T = TypeVar("T", default=Any)
 K = TypeVar("K", default=Any)
@@ -218,6 +193,14 @@ class Failure(Struct, frozen=True):
     """No handler has raised it: the worker ended while the handler ran."""
     other_version: bool = False
     """The notification is given back to a worker of another version of the app, and this is no failed attempt."""
+    told: bool = False
+    """Another notification of the same call says already how what the agent depends on is: each call says it once."""
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether it says how what the agent depends on is. What the author has answered, what can never be handled,
+        and what no handler has raised says nothing of that."""
+        return not self.final and not self.worker_died and self.instruction is None
 
 
 class FinalError(Exception):
@@ -340,14 +323,14 @@ def _answer(classifier: Classifier, error: Exception) -> Ack | BaseException | N
 def _explained(failure: Failure, answer: BaseException) -> Failure:
     if isinstance(answer, Instruction):
         try:
-            return Failure(failure.error, instruction=_with_checked_delay(answer))
+            return structs.replace(failure, instruction=_with_checked_delay(answer))
         except BaseException as raised:
-            return Failure(raised)
+            return structs.replace(failure, error=raised)
     if answer is failure.error:  # raised again
         return failure
     with suppress(BaseException):  # where the author's class has another __context__
         answer.__context__ = failure.error
-    return Failure(answer)
+    return structs.replace(failure, error=answer)
 
 
 def _with_checked_delay(instruction: Instruction) -> Instruction:

@@ -32,23 +32,6 @@ from aviso_workers.declare.seen import NEVER, SeenList
 from aviso_workers.declare.verdicts import FinalError
 from aviso_workers.errors import DeclarationError, InvalidKeyError, LateError
 
-__all__ = [
-    "KeyState",
-    "SettledUpTo",
-    "Window",
-    "WindowProgress",
-    "Windowing",
-    "add",
-    "close",
-    "due",
-    "first_end",
-    "late",
-    "newest",
-    "still_open",
-    "window",
-    "without",
-]
-
 A = TypeVar("A", default=Any)
 T = TypeVar("T", default=Any)
 

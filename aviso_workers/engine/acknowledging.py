@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from datetime import datetime
@@ -23,7 +22,6 @@ from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import printable
-from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.declare import verdicts
@@ -63,8 +61,6 @@ from aviso_workers.jetstream import error_codes
 from aviso_workers.state import failure_records
 from aviso_workers.state.failure_counts import Outcome
 from aviso_workers.state.failure_records import Retrying
-
-__all__ = ["NO_ATTEMPT", "Settler", "give_back", "leave_to_others", "settle"]
 
 STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
@@ -108,8 +104,8 @@ UNTRIED_LEAST_SECONDS = 1.0
 """What comes by itself within this time is not called back: another worker may have it already."""
 MAX_UNTRIED = 10_000
 """How many of those are called back when the pace opens."""
-LATER_SECONDS = (10.0, 20.0)
-"""How much later a retry is delivered that finds too many of its kind here."""
+SOON = Backoff(first=3.0, max=3.0, jitter=1 / 3)
+"""How much later a retry is delivered that finds too many of its kind here while the pace opens or shuts."""
 ON_ERROR = "on_error"
 """The reason of `Settled` where an `on_error` function returned `Ack()`."""
 ENDS: Mapping[SettledOutcome, Outcome] = {"acked": "handled", "retried": "failed", "dead_lettered": "dead_letter"}
@@ -182,12 +178,10 @@ class Settler:
         """The keys of what the agent depends on, where it has keys of its own."""
         self._depends = agent.policy.window is None
         """Whether the handling of a notification asks what the agent depends on. The function of a window does."""
-        self._together = agent.form is not Notification
-        """Whether a call takes several notifications."""
         self._stays = agent.policy.singleton or flow.ordered
         """Whether what waits stays with the worker, as it would come back in another order."""
         self._untried: deque[tuple[float, Delivery]] = deque(maxlen=MAX_UNTRIED)
-        """What was left to others without being tried, each with when it is delivered again."""
+        """What was given back while the pace was shut, without being tried, each with when it is delivered again."""
         self.successes = 0
         """How many deliveries have succeeded."""
         self._attempts = agent.policy.retry.attempts
@@ -226,7 +220,7 @@ class Settler:
             self._untried.append((now + delay, delivery))
 
     def call_back(self) -> None:
-        """Have delivered at once what was left to others without being tried, as the pace opens or the worker ends."""
+        """Have delivered at once what was given back without being tried, as the pace opens or the worker ends."""
         now = self._clock.monotonic()
         for due, delivery in self._untried:
             if due - now > UNTRIED_LEAST_SECONDS:
@@ -249,9 +243,11 @@ class Settler:
         """
         if self._flow.ordered or not delivery.num_pending:
             return False
-        later_seconds = self._retry_share.later_seconds(self._clock.monotonic())
+        now = self._clock.monotonic()
+        later_seconds = self._retry_share.later_seconds(now)
         if later_seconds <= 0 and self._flow.has_many_retries:
-            later_seconds = random.uniform(*LATER_SECONDS)
+            later_seconds = (UNTRIED if self.outage.pace.is_shut else SOON).delay_seconds(1)
+            self._untried.append((now + later_seconds, delivery))
         if later_seconds <= 0:
             return False
         self._failures.note_postponed(delivery, record)
@@ -379,9 +375,7 @@ class Settler:
             self._emit_failed(call, _Outcome("acked", ON_ERROR, failure.error))
             await self._forget(call)
             return
-        away = self._depends and self._note_failure(
-            classified, again=record.tried, call=call.started if self._together else None, key=self._key(delivery)
-        )
+        away = self._depends and self._note_failure(classified, again=record.tried, key=self._key(delivery))
         verdict = self._judge(classified, record, away=away)
         attempt = record.failures + (classified.final != "skipped" and not away)
         if isinstance(verdict, Again):
@@ -419,23 +413,23 @@ class Settler:
         self._remove(delivery)
         self._last_failures.note("agents", self._agent.name, error)
         self._emit_failed(call, _Outcome("dead_lettered", verdict.reason, error, attempts))
-        await self._forget(call)
+        await self._forget(call, handled=False)
         return None
 
-    async def _forget(self, call: _EndedCall) -> None:
-        """Forget the failures of a delivery that is settled."""
-        if failure_records.is_blocked(call.record.failures, self._attempts):
-            self._last_failures.note_settled(self._agent.name, self._stream, call.delivery.message.sequence)
+    async def _forget(self, call: _EndedCall, *, handled: bool = True) -> None:
+        """Forget the failures of a delivery that is settled, `handled` or as a dead letter."""
+        if call.record.tried:
+            sequence = call.delivery.message.sequence
+            self._last_failures.note_settled(self._agent.name, self._stream, sequence, handled=handled)
         await self._failures.forget(call.delivery, call.record)
 
-    def _note_failure(self, failure: Failure, *, again: bool, call: object = None, key: Hashable = None) -> bool:
-        """Tell the outage of a failure, and return whether something is away. What the author has answered, what can
-        never be handled, and what no handler has raised says nothing of what the agent depends on.
-        """
-        if failure.final or failure.worker_died or failure.instruction is not None:
+    def _note_failure(self, failure: Failure, *, again: bool, key: Hashable = None) -> bool:
+        """Tell the outage of a failure, and return whether something is away."""
+        if not failure.is_evidence:
             return False
         away = self.outage.is_unavailable(failure.error)
-        self.outage.failed(failure.error, again=again, away=away, call=call, key=key)
+        if not failure.told:
+            self.outage.failed(failure.error, again=again, away=away, key=key)
         return away
 
     def _judge(self, failure: Failure, record: PriorRecord, *, away: bool) -> Verdict:

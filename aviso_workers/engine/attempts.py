@@ -28,10 +28,6 @@ from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.events import Events, FailuresNotStored, Unreadable
 from aviso_workers.state import failure_counts
 
-__all__ = [
-    "Failures",
-]
-
 T = TypeVar("T")
 Key = tuple[int, int]
 """Sequence and store time of a notification: a stream that is recreated counts from 1 again."""
@@ -56,7 +52,7 @@ class Failures:
         self._backend = backend
         self._shield = shield
         self._agent = agent
-        self._bucket = f"{app}{failure_counts.BUCKET_SUFFIX}"
+        self._bucket = failure_counts.bucket_of(app)
         self._stream = stream
         self._events = events
         self._values: BulkKeyValue | None = None

@@ -17,8 +17,6 @@ from typing import Any
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.resources import Needing, Resource
 
-__all__ = ["Opened", "opened"]
-
 
 @asynccontextmanager
 async def opened(needing: Needing, called_with: Mapping[type, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -30,8 +30,6 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError
 from aviso_workers.engine import forks
 
-__all__ = ["attempt", "attempt_apart", "call", "in_context", "runner"]
-
 A = TypeVar("A")
 R = TypeVar("R")
 

@@ -21,14 +21,12 @@ from aviso_workers.errors import (
     NotFoundError,
     UnavailableError,
 )
-from aviso_workers.events import ConsumerEdited, ConsumerNotRecorded, ConsumerResumed, Events
+from aviso_workers.events import ConsumerEdited, ConsumerNotRecorded, ConsumerResumed, ConsumerTakenBack, Events
 from aviso_workers.jetstream import identities, specs
 from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.state import consumer_records
 from aviso_workers.state.consumer_records import ConsumerRecord
-
-__all__ = ["ConsumerRecorder", "attempt_seconds", "longest_seconds"]
 
 RENEW_SECONDS = 300.0
 """A record is written again after so long, also where nothing is new: the bucket may have been deleted."""
@@ -61,6 +59,8 @@ class ConsumerRecorder(Struct, eq=False):
     """Why this worker has removed the consumer; "lost" where it has not."""
     reported: bool = False
     """Whether it was stated that the record cannot be written."""
+    looks_behind: int = 0
+    """How many looks in a row have found less settled than is recorded."""
 
     @property
     def consumer(self) -> str:
@@ -161,13 +161,33 @@ class ConsumerRecorder(Struct, eq=False):
             if self.last is None or not found.goes_on(self.known) or consumer.settled < self.last.ack_floor:
                 await self._read()  # it was reset, or the stream is another one than before
             self.known, self.seen = found, consumer.settled
+            self._compare(consumer)
             await self._store(consumer)
         except BackendError as error:
             if not self.reported:
                 self.reported = True
-                self.events.emit(ConsumerNotRecorded(agent=self.agent, bucket=consumer_records.BUCKET, error=error))
+                self.events.emit(
+                    ConsumerNotRecorded(agent=self.agent, bucket=consumer_records.bucket_of(self.app), error=error)
+                )
         else:
             self.reported = False
+
+    def _compare(self, consumer: ConsumerInfo) -> None:
+        """State that less is settled than is recorded, once two looks have found so: an operator's reset is recorded a
+        moment after it is done.
+        """
+        recorded = min(self.last.ack_floor, self.end) if self.last else 0
+        self.looks_behind = self.looks_behind + 1 if consumer.settled < recorded else 0
+        if self.looks_behind == 2:
+            self.events.emit(
+                ConsumerTakenBack(
+                    agent=self.agent,
+                    stream=self.stream,
+                    consumer=self.consumer,
+                    recorded=recorded,
+                    settled=consumer.settled,
+                )
+            )
 
     async def _settled(self) -> int | None:
         """Return up to where everything is settled, as recorded, or as this worker has last seen where there is no
@@ -180,7 +200,7 @@ class ConsumerRecorder(Struct, eq=False):
         except BackendError as error:
             raise UnavailableError(
                 f"consumer {self.consumer} of stream {self.stream} does not exist, and whether there was one before "
-                f"is not known, because bucket {consumer_records.BUCKET} cannot be read: {error}"
+                f"is not known, because bucket {consumer_records.bucket_of(self.app)} cannot be read: {error}"
             ) from error
         # A stream whose server lost its end, as without power, stores other notifications under the sequences it had.
         settled = self.last.ack_floor if self.last else self.seen
@@ -205,7 +225,7 @@ class ConsumerRecorder(Struct, eq=False):
             or structs.replace(record, time=last.time) != last
             or (record.time - last.time).total_seconds() >= RENEW_SECONDS
         ):
-            await (await consumer_records.bucket(self.backend)).put(self.key, msgspec.json.encode(record))
+            await (await consumer_records.bucket(self.backend, self.app)).put(self.key, msgspec.json.encode(record))
             self.last = record
 
     def _of(self, consumer: ConsumerInfo) -> ConsumerRecord:

@@ -1,6 +1,6 @@
 """Where notifications go that cannot be handled, and the way back.
 
-A dead letter keeps the bytes and the reason in a stream of its own, under `aviso_workers.dead_letters.<app>.<agent>`:
+A dead letter keeps the bytes and the reason in a stream of its app, under `aviso_workers.dead_letters.<app>.<agent>`:
 the body is the original's, untouched, and what is known of it is in the headers below. Where that is too large for a
 message, the texts of the error are cut; where it is still too large, the original is compressed. The stream refuses
 when it is full, so that old evidence is never overwritten. A dead letter that is to be tried again is copied to the
@@ -25,9 +25,6 @@ from aviso_workers.errors import RefusedError, UnavailableError, describe
 from aviso_workers.jetstream import error_codes
 from aviso_workers.state import dead_letter_records
 from aviso_workers.state.dead_letter_records import COMPRESSED, RETRIED
-from aviso_workers.state.own_streams import DEAD_LETTERS
-
-__all__ = ["DeadLetterStore", "Requeued"]
 
 TIMEOUT_SECONDS = 10.0
 LONGEST_TEXTS = (2000, 200, 40)
@@ -46,7 +43,7 @@ class DeadLetterStore:
         self._backend = backend
         self._app = app
         self._provisioner = provisioner
-        self._spec = dead_letter_records.stream_spec(config)
+        self._spec = dead_letter_records.stream_spec(app, config)
 
     async def dead_letter(
         self,
@@ -107,7 +104,7 @@ class DeadLetterStore:
     async def _store_once(self, dead_letter: Message, message_id: str) -> PubAck:
         ack = await self._store(dead_letter, message_id)
         while ack.duplicate:
-            found = await self._backend.message(DEAD_LETTERS, ack.sequence)
+            found = await self._backend.message(self._spec.name, ack.sequence)
             if found is not None and found.subject == dead_letter.subject:
                 break
             # It was dropped meanwhile, and this is another one as well. Or somebody else who may store dead letters of
@@ -119,16 +116,17 @@ class DeadLetterStore:
     async def _store(self, dead_letter: Message, message_id: str) -> PubAck:
         try:
             return await self._backend.publish(
-                dead_letter, message_id=message_id, stream=DEAD_LETTERS, timeout_seconds=TIMEOUT_SECONDS
+                dead_letter, message_id=message_id, stream=self._spec.name, timeout_seconds=TIMEOUT_SECONDS
             )
         except UnavailableError:
-            self._provisioner.forget(DEAD_LETTERS)  # it may have been deleted
+            self._provisioner.forget(self._spec.name)  # it may have been deleted
             raise
         except RefusedError as error:
             if error.code != error_codes.STREAM_FULL:
                 raise
             raise RefusedError(
-                f"stream {DEAD_LETTERS} is full: retry or drop dead letters, or raise workers.dead_letters.max_bytes",
+                f"stream {self._spec.name} is full: retry or drop dead letters, or raise "
+                "workers.dead_letters.max_bytes",
                 code=error_codes.STREAM_FULL,
             ) from error
 

@@ -1,13 +1,14 @@
 """The decisions of persons about notifications that are retried (`agents retry`, `agents skip`), at a worker.
 
-A decision is a record beside the failure count of its notification (`state.failure_counts`). A worker looks for the
-decisions about an agent once a second, by one request, while it knows of a notification of the agent that is retried:
-one that it keeps until its retry is due (`order_by`), one that it has given back to the server, or one that it handles
-again. Other agents ask for nothing.
+A decision is an order (`state.orders`), which no worker writes. A worker looks for the decisions about an agent once a
+second, by one request and one more for each decision that stands, while it knows of a notification of the agent that is
+retried: one that it keeps until its retry is due (`order_by`), one that it has given back to the server, or one that it
+handles again. Other agents ask for nothing.
 
 A decision makes the wait for the retry end: a notification that is kept here is offered at once, and one that was given
 back is asked for again. Whoever is given it knows the decision before its handler runs (`redeliveries`), and has it
-tried again or skipped. What became of it is written into the record, for the person who waits for that.
+tried again or skipped. That a worker has taken it, and what became of it, is a record beside the failure count of its
+notification (`state.failure_counts`), for other workers and for the person who waits for that.
 
 Only one worker has given a notification back last. It asks for it no later than `MARGIN_SECONDS` before it is due:
 after that the server may have delivered it, and would deliver it once more beside whoever handles it.
@@ -29,10 +30,9 @@ from aviso_workers.backends import Backend, BulkKeyValue, Delivery, Entry
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.engine.flow import Flow
 from aviso_workers.errors import BackendError, ConflictError, DeniedError, UndecodableError, line_of
-from aviso_workers.state import failure_counts
-from aviso_workers.state.failure_counts import DECIDED, Decision, Outcome
-
-__all__ = ["Decisions"]
+from aviso_workers.state import failure_counts, orders
+from aviso_workers.state.failure_counts import DECIDED, KEPT_SECONDS, Outcome, Taken
+from aviso_workers.state.orders import Decision
 
 T = TypeVar("T")
 Key = tuple[int, int]
@@ -72,11 +72,16 @@ class _Known(Struct):
     """How it ended for good; None while it is retried."""
 
 
-class _Found(Struct):
-    """A decision as it is in the bucket."""
+class _Found(Struct, frozen=True):
+    """A decision, and what workers have recorded of it."""
 
     decision: Decision
+    order: int
+    """The revision of the decision."""
+    taken: Taken | None
+    """None where no worker has taken it."""
     revision: int
+    """That of the record of the last decision about its notification; 0 where there is none."""
 
 
 class Decisions:
@@ -85,19 +90,20 @@ class Decisions:
     def __init__(self, backend: Backend, *, app: str, agent: str, stream: str, flow: Flow) -> None:
         self._backend = backend
         self._clock = backend.clock
-        self._bucket = f"{app}{failure_counts.BUCKET_SUFFIX}"
+        self._orders = orders.bucket_of(app)
+        self._records = failure_counts.bucket_of(app)
         self._agent = agent
         self._stream = stream
         self._flow = flow
-        self._values: BulkKeyValue | None = None
+        self._opened: dict[str, BulkKeyValue] = {}
         self._known: dict[Key, _Known] = {}
         self._found: dict[Key, _Found] = {}
         """The decisions that no worker has carried out yet, as they were found last."""
         self._told: dict[Key, _Found] = {}
-        """Decisions with their outcomes, which are to be written in place of these revisions."""
+        """Decisions whose `taken` is to be written in place of these revisions."""
         self._changed = anyio.Event()
         self._failed: BackendError | None = None
-        """Why the bucket could not be used the last time."""
+        """Why a bucket could not be used the last time."""
 
     def note_retried(self, delivery: Delivery, *, kept: bool, after_seconds: float) -> None:
         """Note that a notification is retried after so many seconds, kept here or given back to the server."""
@@ -116,10 +122,9 @@ class Decisions:
 
     async def read(self, delivery: Delivery) -> None:
         """Find what was decided about a notification that another worker has given back."""
-        name = failure_counts.key_of(self._agent, self._stream, *_key(delivery))
-        entry = await self._use(lambda values: values.get(f"{name}{DECIDED}"))
-        if (decision := failure_counts.decision(entry)) is not None and entry is not None and not decision.outcome:
-            self._found[_key(delivery)] = _Found(decision, entry.revision)
+        key = _key(delivery)
+        if found := await self._open_in(await self._order(key)):
+            self._found[key] = found
 
     def note_end(
         self, delivery: Delivery, outcome: Outcome, *, error: BaseException | None = None, again_in_seconds: float = 0.0
@@ -158,22 +163,37 @@ class Decisions:
     async def _look(self) -> None:
         """Find what was decided about any notification of the agent, and carry it out."""
         found: dict[Key, _Found] = {}
-        for entry in await self._use(self._entries) or ():
-            decision = failure_counts.decision(entry)
+        for entry in await self._use(self._orders, self._entries) or ():
             try:
                 key = failure_counts.parse_key(entry.key)
             except (UndecodableError, ValueError):
                 continue
-            if decision is not None and not decision.outcome:
-                found[key] = self._told.get(key) or _Found(decision, entry.revision)
-        self._found = {key: each for key, each in found.items() if not each.decision.outcome}
-        for key, each in tuple(self._found.items()):
+            told = self._told.get(key)
+            decided = told if told is not None and told.order == entry.revision else await self._open_in(entry)
+            if decided is not None and not (decided.taken and decided.taken.outcome):
+                found[key] = decided
+        self._found = found
+        for key, each in tuple(found.items()):
             if (known := self._known.get(key)) is not None:
                 await self._carry_out(key, known, each)
 
+    async def _open_in(self, entry: Entry | None) -> _Found | None:
+        """Return the decision of an entry; None where there is none, or where it was carried out, as far as known."""
+        decision = orders.decision(entry)
+        if entry is None or decision is None:
+            return None
+        record = await self._use(self._records, lambda values: values.newest(f"{entry.key}{DECIDED}"))
+        taken = failure_counts.taken(record, order=entry.revision)
+        if self._failed is not None or (taken is not None and taken.outcome):
+            return None
+        return _Found(decision, entry.revision, taken, record.revision if record else 0)
+
+    async def _order(self, key: Key) -> Entry | None:
+        return await self._use(self._orders, lambda values: values.get(self._name(key)))
+
     async def _entries(self, values: BulkKeyValue) -> list[Entry]:
         found: list[Entry] = []
-        keys = f"{self._agent}.{self._stream}.*.*{DECIDED}"
+        keys = f"{self._agent}.{self._stream}.*.*"
         while len(found) < MAX_FOUND and (entry := await values.next(keys, after=found[-1].revision if found else 0)):
             found.append(entry)
         return found
@@ -182,8 +202,7 @@ class Decisions:
         if known.end is not None:
             self._tell(key, known.end)
             return
-        again_at = found.decision.again_at
-        if again_at is not None and again_at > self._now():
+        if found.taken and found.taken.again_at and found.taken.again_at > self._now():
             return  # its dead letter could not be stored
         if not self._may_end_wait(known) or not await self._take(key, found):
             return
@@ -202,57 +221,69 @@ class Decisions:
 
     async def _take(self, key: Key, found: _Found) -> bool:
         """Have it recorded that a worker carries a decision out, and return whether it still stands."""
-        if not found.decision.taken:
-            taken = structs.replace(found.decision, taken=True)
-            if not (revision := await self._store(key, taken, found.revision)):
-                return False
-            self._found[key] = _Found(taken, revision)
-        return True
+        if found.taken is not None:
+            return True
+        taken = Taken(order=found.order)
+        if not (revision := await self._store(key, taken, found.revision)):
+            return False
+        self._found[key] = structs.replace(found, taken=taken, revision=revision)
+        order = await self._order(key)  # a person who has withdrawn it before has not seen that it is taken
+        return order is not None and order.revision == found.order
 
     def _tell(self, key: Key, end: _End) -> None:
         found = self._found.pop(key)
-        decision = found.decision
-        outcome = "" if decision.decides == "skip" and end.outcome == "failed" else end.outcome
-        told = structs.replace(decision, outcome=outcome, error=end.error, again_at=end.again_at)
-        self._told[key] = _Found(told, found.revision)
+        outcome = "" if found.decision.decides == "skip" and end.outcome == "failed" else end.outcome
+        taken = Taken(order=found.order, outcome=outcome, error=end.error, again_at=end.again_at)
+        self._told[key] = structs.replace(found, taken=taken)
         if not outcome:
             self._found[key] = self._told[key]  # it is skipped when it comes again
         self._changed.set()
 
     async def _write_outcomes(self) -> None:
         for key, told in tuple(self._told.items()):
-            if await self._store(key, told.decision, told.revision) is None:
+            assert told.taken is not None
+            if await self._store(key, told.taken, told.revision) is None:
                 return  # it is kept, or the decision would be carried out again
             if self._told.get(key) is told:
                 del self._told[key]
 
-    async def _store(self, key: Key, decision: Decision, revision: int) -> int | None:
-        """Store a decision in place of this revision, and return its own: 0 where somebody has decided again, None
-        where it could not be stored.
+    async def _store(self, key: Key, taken: Taken, revision: int) -> int | None:
+        """Store the record of a decision in place of this revision, and return its own: 0 where another worker was
+        faster, None where it could not be stored.
         """
-        name = failure_counts.key_of(self._agent, self._stream, *key)
+        name = self._name(key)
         try:
             return await self._use(
-                lambda values: failure_counts.store_decision(values, name, decision, revision=revision)
+                self._records, lambda values: failure_counts.store_taken(values, name, taken, revision=revision)
             )
         except ConflictError:
             return 0
 
-    async def _use(self, operation: Callable[[BulkKeyValue], Awaitable[T]]) -> T | None:
-        """Return the result of an operation on the bucket; None where it cannot be used, or where there is none. Raises
-        `ConflictError`.
+    async def _use(self, bucket: str, operation: Callable[[BulkKeyValue], Awaitable[T]]) -> T | None:
+        """Return the result of an operation on a bucket; None where it cannot be used, or where there are no orders.
+        Raises `ConflictError`.
         """
         try:
-            if self._values is None:
-                self._values = await open_existing(self._backend, self._bucket, own=True)
-            result = None if self._values is None else await operation(self._values)
+            values = self._opened.get(bucket) or await self._open(bucket)
+            result = None if values is None else await operation(values)
         except ConflictError:
             raise
         except BackendError as error:
-            self._values, self._failed = None, error
+            self._opened.pop(bucket, None)
+            self._failed = error
             return None
+        if values is not None:
+            self._opened[bucket] = values
         self._failed = None
         return result
+
+    async def _open(self, bucket: str) -> BulkKeyValue | None:
+        if bucket == self._orders:
+            return await open_existing(self._backend, bucket, own=True)
+        return await self._backend.key_value(bucket, ttl_seconds=KEPT_SECONDS, own=True)
+
+    def _name(self, key: Key) -> str:
+        return failure_counts.key_of(self._agent, self._stream, *key)
 
     def _know(self, known: _Known) -> None:
         if not self._known:

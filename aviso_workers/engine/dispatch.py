@@ -29,6 +29,8 @@ GONE, BEHIND, ASKED, UNTIL, GATE, READY, AGAIN, AT_ONCE, ALONE, RUNNING = range(
 """The places of a delivery. `READY` and `AGAIN` begin in turn, `AGAIN` after an earlier attempt; `AT_ONCE`
 begins before them, whatever is away, because a person asks for that, and `ALONE` before all others."""
 
+WAITS_FOR = {BEHIND: "an earlier one of its key", UNTIL: "its next attempt", GATE: "a limit"}
+
 
 class Limit(Protocol):
     """A limit of how many begin, or run, of each of its keys. It is asked when a delivery is about to begin."""
@@ -338,6 +340,14 @@ class Dispatch:
             if first or again or self._alone:
                 at = min(at, self._pace.again_at(now, first=first, again=again or bool(self._alone)))
         return at
+
+    def oldest(self) -> tuple[int, str] | None:
+        """Return the sequence of the oldest that is held, and what it waits for, empty where it runs or begins in its
+        turn; None where nothing is held."""
+        if not self.held:
+            return None
+        sequence = min(self.held)
+        return sequence, WAITS_FOR.get(self.held[sequence].place, "")
 
     def holds(self, delivery: Delivery) -> bool:
         """Return whether a delivery is held, and not another one of its sequence."""

@@ -1,36 +1,32 @@
-"""Records the last failures of agents, timers and tasks that a worker notes, and which agents depend on what is away
-(`state.failure_records`).
+"""Records the last failures of agents, timers and tasks that a worker notes (`state.failure_records`).
 
 A record is written at the first failure, and then at most every `WRITE_SECONDS`, so nothing is written for what
 succeeds. A failure is over when it has not come again for `OVER_SECONDS` after its next attempt was due. That of a
-timer is over when the timer succeeds. That something is away is recorded again and again as long as it is.
+timer is over when the timer succeeds.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
 
 import anyio
-from msgspec import Struct, field, structs
+from msgspec import UNSET, Struct, field, structs
 
 from aviso_workers import clocks
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Backend
 from aviso_workers.errors import BackendError, line_of, place_of
-from aviso_workers.events import OutageBegan, OutageEnded, OutageGoesOn, TaskFailed, Ticked, WindowDone
+from aviso_workers.events import TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream import key_value
 from aviso_workers.state import consumer_records, failure_records
 from aviso_workers.state.failure_records import Kind, LastFailure, Retrying
 
-__all__ = ["OBSERVED", "LastFailures"]
-
 Change = Callable[[LastFailure | None, datetime], LastFailure | None]
 """Returns a record changed, by what it was and the time of the server."""
-OBSERVED = (OutageBegan, OutageGoesOn, OutageEnded, TaskFailed, Ticked, WindowDone)
+OBSERVED = (TaskFailed, Ticked, WindowDone)
 """The facts that `LastFailures.observe` is for."""
 
 OVER_SECONDS = 60.0
@@ -51,16 +47,6 @@ class _Noted(Struct):
     """By stream and sequence."""
 
 
-class _Away(Struct):
-    """What an agent depends on is away, as this worker knows it."""
-
-    reason: str
-    since: datetime
-    is_back: bool = False
-    """Whether it is not so any more, which is to be recorded."""
-    written_at: float = -math.inf
-
-
 class LastFailures:
     """Records the failures that one worker notes. Keep `keep_writing` running beside it."""
 
@@ -72,10 +58,9 @@ class LastFailures:
         """The timers whose last tick has succeeded in this process."""
         self._over: set[str] = set()
         """Those of them of which it is not recorded yet that they do not fail any more."""
-        self._away: dict[str, _Away] = {}
-        """By agent, what it depends on and is away, or was so when that was last recorded."""
-        self._settled: dict[str, set[tuple[str, int]]] = {}
-        """By agent, stream and sequence of settled notifications at which it may be recorded as blocked."""
+        self._settled: dict[str, dict[tuple[str, int], datetime | None]] = {}
+        """By agent, settled notifications that may be recorded as retried, by stream and sequence: when each was
+        handled, None where it became a dead letter."""
         self._changed = anyio.Event()
 
     def note(
@@ -107,23 +92,22 @@ class LastFailures:
             found = partial(retrying, again_at)
             known = found()
             noted.retrying[known.stream, known.sequence] = found
+            self._settled.get(name, {}).pop((known.stream, known.sequence), None)  # it was handed back
             if len(noted.retrying) > MAX_RETRYING:
                 one_of_many = next((key for key, each in noted.retrying.items() if not each().blocked), None)
                 del noted.retrying[one_of_many or next(iter(noted.retrying))]
         self._changed.set()
 
-    def note_settled(self, agent: str, stream: str, sequence: int) -> None:
-        """Note that an agent is not blocked any more at a notification, which is settled."""
+    def note_settled(self, agent: str, stream: str, sequence: int, *, handled: bool) -> None:
+        """Note that a notification is settled that has failed before, `handled` or as a dead letter."""
         if (noted := self._noted.get(("agents", agent))) is not None:
             noted.retrying.pop((stream, sequence), None)
-        self._settled.setdefault(agent, set()).add((stream, sequence))
+        self._settled.setdefault(agent, {})[stream, sequence] = self._now() if handled else None
         self._changed.set()
 
-    def observe(self, event: Ticked | TaskFailed | WindowDone | OutageBegan | OutageGoesOn | OutageEnded) -> None:
-        """Note the failure that an event tells of, that a timer succeeds again, or that something is away or back."""
+    def observe(self, event: Ticked | TaskFailed | WindowDone) -> None:
+        """Note the failure that an event tells of, or that a timer succeeds again."""
         match event:
-            case OutageBegan() | OutageGoesOn() | OutageEnded():
-                self._observe_outage(event)
             case WindowDone(error=BaseException() as error):
                 self.note("agents", event.agent, error, again_in_seconds=event.again_in_seconds, of_window=True)
             case TaskFailed():
@@ -137,25 +121,10 @@ class LastFailures:
                 self._over.add(timer)
                 self._changed.set()
 
-    def _observe_outage(self, event: OutageBegan | OutageGoesOn | OutageEnded) -> None:
-        for agent in event.agents:
-            away = self._away.get(agent)
-            match event:
-                case OutageEnded() if away is not None:
-                    away.is_back, away.written_at = True, -math.inf
-                case OutageBegan():
-                    self._away[agent] = _Away(event.reason, self._now())
-                case OutageGoesOn() if away is None:  # it has begun meanwhile
-                    self._away[agent] = _Away(event.reason, self._now() - timedelta(seconds=event.seconds))
-        self._changed.set()
-
     async def keep_writing(self) -> None:
         """Record what is noted; cancel this to end it."""
         while True:
-            if self._away:
-                await clocks.sleep_until(self._backend.clock, failure_records.RENEW_SECONDS, self._changed)
-            else:
-                await self._changed.wait()
+            await self._changed.wait()
             await self.write()
             await self._backend.clock.sleep(failure_records.WRITE_SECONDS)
 
@@ -168,7 +137,6 @@ class LastFailures:
                 await self._write_noted(noted)
                 await self._write_settled()
                 await self._write_over()
-                await self._write_away()
         finally:
             self._noted = noted | self._noted
 
@@ -182,9 +150,13 @@ class LastFailures:
 
     async def _write_settled(self) -> None:
         for agent, settled in tuple(self._settled.items()):
-            written = frozenset(settled)
-            await self._change("agents", agent, partial(_without, written))
-            settled -= written
+            written = dict(settled)
+            handled = max(filter(None, written.values()), default=None)
+            ago = self._now() - handled if handled else None
+            await self._change("agents", agent, partial(_without, written, handled_ago=ago))
+            for each, at in written.items():
+                if settled.get(each, UNSET) == at:
+                    del settled[each]
             if not settled:
                 del self._settled[agent]
 
@@ -196,23 +168,9 @@ class LastFailures:
                 await self._change("timers", timer, _ended)
             self._over.discard(timer)  # it may have failed again meanwhile
 
-    async def _write_away(self) -> None:
-        for agent, away in list(self._away.items()):
-            monotonic = self._backend.clock.monotonic()
-            if monotonic - away.written_at < failure_records.RENEW_SECONDS:
-                continue
-            is_back = away.is_back
-            await self._change(
-                "agents", agent, partial(_told_away, away.reason, self._now() - away.since, is_back=is_back)
-            )
-            if away.is_back == is_back:
-                away.written_at = monotonic
-            if is_back and self._away.get(agent) is away:
-                del self._away[agent]
-
     async def _change(self, kind: Kind, name: str, change: Change) -> None:
         """Change the record of an agent, a timer or a task."""
-        bucket = await consumer_records.bucket(self._backend)
+        bucket = await consumer_records.bucket(self._backend, self._app)
         key, now = failure_records.key_of(self._app, kind, name), await bucket.time()
         await key_value.compare_and_set(
             bucket, key, read=failure_records.read, change=lambda before: change(before, now)
@@ -251,31 +209,19 @@ def _merged(last: LastFailure, noted_at: datetime, before: LastFailure | None, n
             noted.setdefault((each.stream, each.sequence), each)
     first = sorted(noted.values(), key=lambda each: (not each.blocked, each.again_at))
     if before is not None:
-        last = structs.replace(last, away=before.away, away_since=before.away_since, away_until=before.away_until)
+        last = structs.replace(last, handled=before.handled)
     return structs.replace(last, written=now, retrying=tuple(first[:MAX_RETRYING]))
 
 
-def _without(settled: Collection[tuple[str, int]], before: LastFailure | None, now: datetime) -> LastFailure | None:
+def _without(
+    settled: Collection[tuple[str, int]], before: LastFailure | None, now: datetime, *, handled_ago: timedelta | None
+) -> LastFailure | None:
     """Return the record without notifications that are settled."""
     if before is None:
         return None
     left = tuple(each for each in before.retrying if (each.stream, each.sequence) not in settled)
-    return structs.replace(before, retrying=left)
-
-
-def _told_away(
-    reason: str, age: timedelta, before: LastFailure | None, now: datetime, *, is_back: bool
-) -> LastFailure | None:
-    """Return the record with what one worker says of what the agent depends on, which is away for so long."""
-    if is_back:
-        return before and structs.replace(before, away_until=now, written=now)
-    since = now - age
-    if before is None:  # nothing has failed, as where the author's code says that it is away
-        before = LastFailure(error=reason, text="", at="", since=since, last=now, until=now, written=now, times=0)
-    if before.is_away(now) and before.away_since is not None:
-        since = min(since, before.away_since)
-    until = now + timedelta(seconds=failure_records.AWAY_SECONDS)
-    return structs.replace(before, away=reason, away_since=since, away_until=until, written=now)
+    handled = before.handled if handled_ago is None else now - handled_ago
+    return structs.replace(before, retrying=left, handled=handled, written=now)
 
 
 def _ended(before: LastFailure | None, now: datetime) -> LastFailure | None:

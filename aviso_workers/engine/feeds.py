@@ -22,8 +22,6 @@ from aviso_workers.engine.repeats import Repeats
 from aviso_workers.errors import BackendError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 
-__all__ = ["Feed", "delivering"]
-
 UNREAD_SECONDS = 10.0
 """When a dead letter is delivered again whose body could not be read."""
 SEQUENCE_HELD_SECONDS = 1.0

@@ -34,8 +34,6 @@ from aviso_workers.engine.dispatch import Dispatch, Limit
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.pace import LONGEST_SECONDS, Pace
 
-__all__ = ["MAX_PREFETCH", "PREFETCH_SECONDS", "Flow"]
-
 TURN_SECONDS = 0.005
 """Handlers that never wait get so long before others of the loop have a turn."""
 HEARTBEATS_AT_ONCE = 1000

@@ -12,8 +12,6 @@ import sys
 import traceback
 from typing import NoReturn
 
-__all__ = ["end_child", "generation"]
-
 generation = 0
 """How many forks lie between the first process and this one. Code in which it changes has forked, and is the child."""
 

@@ -14,8 +14,6 @@ import anyio
 
 from aviso_workers.engine.shields import Shield
 
-__all__ = ["MAX_WAITING", "GroupedWrites"]
-
 MAX_WAITING = 1000
 """Writes that wait for the next request. Who asks for one more waits with them."""
 

@@ -15,8 +15,6 @@ from contextvars import ContextVar, Token
 
 from aviso_workers.aviso.codec import Message
 
-__all__ = ["IdempotencyKeys", "handling", "id_together", "message_id"]
-
 DIGEST_BYTES = 12
 
 

@@ -16,8 +16,6 @@ from aviso_workers.backends import Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.engine.dispatch import ALONE, ASKED, RUNNING, Dispatch
 
-__all__ = ["Isolation"]
-
 ALONE_SECONDS = 10.0
 """After this time other handlers begin again, also while the notification still waits for others to end, or runs: one
 that takes an hour must not stop its whole process. It is still the only one that runs under suspicion."""

@@ -6,10 +6,11 @@ failed, and tries nothing again.
 
 from __future__ import annotations
 
+import heapq
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TypedDict, TypeVar, Unpack
 
 from msgspec import Struct
@@ -21,8 +22,6 @@ from aviso_workers.declare.retry import Backoff, Tries
 from aviso_workers.engine import replay, singletons
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, OutcomeUnknownError, UnavailableError
 from aviso_workers.jetstream.key_value import TTL, Entry, KeyValue, ttl_text
-
-__all__ = ["CachedKeyValue", "RetryingKeyValue", "retried"]
 
 T = TypeVar("T")
 
@@ -150,7 +149,8 @@ class CachedKeyValue(RetryingKeyValue, eq=False, kw_only=True):
     """A `RetryingKeyValue` whose values are here as well, kept by `keep_current`, which reads what changes.
 
     While that is interrupted or has not come to the newest yet, the server is asked. So what is told is as old as the
-    way from the server to here; one's own writes are told at once.
+    way from the server to here; one's own writes are told at once. That a key is forgotten after its ttl comes as no
+    change: it is forgotten here by the server's time.
     """
 
     seen: int = 0
@@ -161,10 +161,15 @@ class CachedKeyValue(RetryingKeyValue, eq=False, kw_only=True):
     message about it arrives."""
     number: int = 0
     """See `version`."""
+    ahead: timedelta = timedelta(0)
+    """How far the server's clock is ahead of ours."""
+    ends: list[tuple[datetime, str, int]] = []
+    """When keys are forgotten, the first one first, with their revisions; some may have newer values."""
 
     @property
     def version(self) -> int | None:
         """A number that is another one when `entries` tells something else; None while the server is asked."""
+        self._forget()
         return self.number if self.is_current else None
 
     async def keep_current(self) -> None:
@@ -178,6 +183,7 @@ class CachedKeyValue(RetryingKeyValue, eq=False, kw_only=True):
     async def get(self, key: str) -> Entry | None:
         if not self.is_current:
             return await super().get(key)
+        self._forget()
         entry = self.rows.get(key)
         return None if entry is None or entry.deleted else entry
 
@@ -192,6 +198,7 @@ class CachedKeyValue(RetryingKeyValue, eq=False, kw_only=True):
     async def entries(self) -> list[Entry]:
         if not self.is_current:
             return await super().entries()
+        self._forget()
         return sorted((row for row in self.rows.values() if not row.deleted), key=lambda row: row.revision)
 
     async def put(self, key: str, value: bytes, **conditions: Unpack[Conditions]) -> int:
@@ -216,9 +223,10 @@ class CachedKeyValue(RetryingKeyValue, eq=False, kw_only=True):
 
     async def _follow(self, bucket: KeyValue) -> None:
         # Begun again each time: what expired during a long interruption comes as no change.
-        self.rows, self.seen = {}, 0
+        self.rows, self.ends, self.seen = {}, [], 0
         self.number += 1
         last = await bucket.revision()
+        self.ahead = await bucket.time() - clocks.utc_now(self.backend.clock)
         try:
             async with aclosing(bucket.changes(until=last)) as changes:
                 async for entry in changes:
@@ -248,10 +256,23 @@ class CachedKeyValue(RetryingKeyValue, eq=False, kw_only=True):
         if entry.deleted:
             self.rows.pop(entry.key, None)
         else:
-            self.rows[entry.key] = entry
+            self._keep(entry)
+
+    def _keep(self, entry: Entry) -> None:
+        self.rows[entry.key] = entry
+        if (ttl_seconds := entry.ttl_seconds) is not None:
+            heapq.heappush(self.ends, (entry.time + timedelta(seconds=ttl_seconds), entry.key, entry.revision))
+
+    def _forget(self) -> None:
+        """Forget the keys whose ttl is over."""
+        while self.ends and self.ends[0][0] <= clocks.utc_now(self.backend.clock) + self.ahead:
+            _, key, revision = heapq.heappop(self.ends)
+            if key in self.rows and self.rows[key].revision == revision:
+                del self.rows[key]
+                self.number += 1
 
     def _note(self, key: str, revision: int, value: bytes | None, headers: Mapping[str, str] | None = None) -> None:
-        time = clocks.utc_now(self.backend.clock)
+        time = clocks.utc_now(self.backend.clock) + self.ahead
         deleted = value is None
         self._take_newer(
             Entry(key=key, data=value or b"", revision=revision, time=time, deleted=deleted, headers=headers or {})
@@ -262,7 +283,7 @@ class CachedKeyValue(RetryingKeyValue, eq=False, kw_only=True):
         known = self.rows.get(entry.key)
         if entry.revision > self.seen and (known is None or known.revision < entry.revision):
             self.number += 1
-            self.rows[entry.key] = entry
+            self._keep(entry)
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], *, clock: Clock, patience_seconds: float) -> T:

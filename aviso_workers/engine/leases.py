@@ -25,8 +25,6 @@ from aviso_workers.events import Events, LeadershipHindered, LeadershipUnhindere
 from aviso_workers.state import lease_records
 from aviso_workers.state.lease_records import LEADER, LEASE_SECONDS
 
-__all__ = ["OVERDUE_SECONDS", "Lease", "Outage", "drained"]
-
 RENEW_SECONDS = 2.0
 OVERDUE_SECONDS = LEASE_SECONDS + RENEW_SECONDS
 """A lease that nobody has renewed for so long is over, also where the server does not forget it: one that was put while

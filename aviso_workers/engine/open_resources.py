@@ -12,8 +12,6 @@ from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import calls
 from aviso_workers.errors import AvisoWorkersError, ResourceError, describe
 
-__all__ = ["opened"]
-
 
 @asynccontextmanager
 async def opened(

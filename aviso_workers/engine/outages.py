@@ -26,8 +26,6 @@ from aviso_workers.engine.pace import LONGEST_SECONDS, Pace
 from aviso_workers.errors import DeclarationError
 from aviso_workers.events import Events, OutageBegan, OutageEnded, OutageGoesOn
 
-__all__ = ["KeyGate", "Outage"]
-
 TOLD_SECONDS = 60.0
 """How often it is told that an outage goes on."""
 UNANSWERED_SECONDS = 30.0
@@ -74,14 +72,17 @@ class Outage:
         self.keys: dict[Hashable, _KeyPace] = {}
         """Of which something has failed."""
         self._gates: list[KeyGate] = []
-        self._call: object = None
-        """The call whose failure was counted last: it may have been that of several notifications."""
         self._unanswered_since = math.inf
         """When the first failure was that says that something is away, since the last success or other failure."""
         self._began_at = 0.0
         self._calls = self._failures = self._told_calls = self._told_failures = 0
         self._began = anyio.Event()
         self._working = anyio.Lock()
+
+    @property
+    def away_seconds(self) -> float:
+        """For how long it is away."""
+        return self._clock.monotonic() - self._began_at if self.is_away else 0.0
 
     def join(self, agent: str, flow: Flow | None, *, most: int, on_open: Callable[[], None]) -> None:
         """Add an agent that makes at most so many calls at once. `on_open` is called when everything may begin again
@@ -117,13 +118,8 @@ class Outage:
         if self._began.is_set() and not self._is_closed() and not any(map(_is_shut, self.keys.values())):
             self._end()
 
-    def failed(
-        self, error: BaseException, *, again: bool, away: bool, call: object = None, key: Hashable = None
-    ) -> None:
-        """Note that a call has failed, `again` where it was a retry. Failures of the same `call` count once."""
-        if call is not None and call == self._call:
-            return
-        self._call = call
+    def failed(self, error: BaseException, *, again: bool, away: bool, key: Hashable = None) -> None:
+        """Note that a call has failed, `again` where it was a retry."""
         self._calls += 1
         self._failures += 1
         self.strained = True

@@ -42,8 +42,6 @@ from aviso_workers.events import Events, Published, PublishOutcome
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.state import delayed_messages
 
-__all__ = ["Publisher", "encode", "size_of", "too_large"]
-
 C = TypeVar("C")
 
 ACK_TIMEOUT_SECONDS = 5.0
@@ -149,7 +147,6 @@ class Publisher:
         self._backoff = Backoff(first=base_seconds, factor=2.0, max=longest_seconds, jitter=0.0)
         self._provisioner = provisioner
         self._own_streams = own_streams
-        self._schedules = delayed_messages.stream_spec(config)
         self._events = events
         self._writers: dict[str, tuple[NotificationWriter, StreamSpec]] = {}
         """By event type, and its stream."""
@@ -278,15 +275,10 @@ class Publisher:
         """Have those sent as schedules that are not due. What counts is the time of the server that will say when they
         are, and not ours. Raises `BackendError`.
         """
-        await self._own_streams.ensure(self._schedules)
-        try:
-            now = (await self._backend.stream_info(self._schedules.name)).time
-        except NotFoundError:  # it was deleted since
-            self._own_streams.forget(self._schedules.name)
-            await self._own_streams.ensure(self._schedules)
-            now = (await self._backend.stream_info(self._schedules.name)).time
+        times = {stream: await self._time_of(stream) for stream in {prepared.spec.name for prepared in later}}
         for prepared in later:
             assert prepared.later is not None
+            now = times[prepared.spec.name]
             due = delayed_messages.due_of(prepared.later, now=now)
             prepared.later = None
             if due > now:
@@ -294,6 +286,17 @@ class Publisher:
                 prepared.schedule = delayed_messages.schedule(
                     prepared.outgoing, due, event_type=prepared.event_type, message_id=self._new_message_id()
                 )
+
+    async def _time_of(self, stream: str) -> datetime:
+        """Return the time of the server that will say when something is due that waits for this stream."""
+        schedules = delayed_messages.stream_spec(stream, self._config)
+        await self._own_streams.ensure(schedules)
+        try:
+            return (await self._backend.stream_info(schedules.name)).time
+        except NotFoundError:  # it was deleted since
+            self._own_streams.forget(schedules.name)
+            await self._own_streams.ensure(schedules)
+            return (await self._backend.stream_info(schedules.name)).time
 
     def _message_id(self, message: Message, *, when: str = "") -> str:
         return idempotency.message_id(message, when=when) or self._new_message_id()
@@ -436,8 +439,8 @@ class Publisher:
                 await self._ensure(event_type, spec)
             if later := [prepared for prepared in chunk if prepared.later]:
                 await self._schedule(later)
-            if any(prepared.schedule for prepared in chunk):
-                await self._own_streams.ensure(self._schedules)
+            for stream in {prepared.spec.name for prepared in chunk if prepared.schedule}:
+                await self._own_streams.ensure(delayed_messages.stream_spec(stream, self._config))
         except BackendError as error:
             return [error] * len(chunk)
         outgoing = [prepared.schedule or prepared.outgoing for prepared in chunk]
@@ -452,7 +455,7 @@ class Publisher:
         for prepared, result in zip(chunk, results, strict=True):
             if isinstance(result, UnavailableError):
                 self._provisioner.forget(prepared.spec.name)
-                self._own_streams.forget(self._schedules.name)
+                self._own_streams.forget(delayed_messages.stream_of(prepared.spec.name))
         return results
 
     async def _ensure(self, event_type: str, spec: StreamSpec) -> None:

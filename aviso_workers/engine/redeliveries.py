@@ -37,8 +37,6 @@ from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, SkippedError, WorkerDiedError
 from aviso_workers.events import Events, NotReadAgain, ReadAgain
 
-__all__ = ["Redeliveries"]
-
 READS_AT_ONCE = 8
 READ_AGAIN_SECONDS = 1.0
 """How long a message waits that could not be read."""

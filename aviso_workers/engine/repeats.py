@@ -22,8 +22,6 @@ from aviso_workers.errors import BackendError
 from aviso_workers.jetstream import identities
 from aviso_workers.jetstream.identities import Identity
 
-__all__ = ["Repeats"]
-
 MAX_REMEMBERED = 20_000
 """More than a worker settles between the moment at which its connection is lost and the one at which it notices."""
 AGAIN_SECONDS = 1.0

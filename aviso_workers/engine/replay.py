@@ -29,8 +29,6 @@ from aviso_workers.events import (
     StreamNotRead,
 )
 
-__all__ = ["Replayer", "when_created"]
-
 AGAIN_AFTER_SECONDS = 1.0
 MAX_TIMES_BEHIND = 3
 """How many times in a row a stream may end before a message that was read. Its new leader may still be catching up."""

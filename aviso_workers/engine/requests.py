@@ -21,8 +21,6 @@ from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
 from aviso_workers.errors import BackendError, NoReplyError, NotFoundError
 
-__all__ = ["request"]
-
 Begin = tuple[Position, datetime]
 """Where the replies to a request begin, and a time before which none of them was stored."""
 

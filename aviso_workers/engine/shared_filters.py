@@ -39,6 +39,7 @@ import anyio
 from msgspec import structs
 
 from aviso_workers import clocks
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Backend, ConsumerInfo, Delivery
 from aviso_workers.declare.verdicts import Ack
 from aviso_workers.engine import acknowledging
@@ -56,15 +57,12 @@ from aviso_workers.events import (
     FunctionsDiffer,
 )
 from aviso_workers.jetstream import identities, metadata, plans, specs, subjects
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.metadata import Version
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.state import versions
 from aviso_workers.state.consumer_records import BUCKET
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.versions import Registered, Versions
-
-__all__ = ["SharedFilter"]
 
 CHECK_SECONDS = 30.0
 """How often a worker looks at the consumer and the versions."""

@@ -14,8 +14,6 @@ from anyio.lowlevel import checkpoint
 
 from aviso_workers.clocks import Clock, ScheduledCall
 
-__all__ = ["Shield"]
-
 SHIELDED_SECONDS = 3.0
 
 

@@ -21,8 +21,6 @@ from aviso_workers.engine import calls
 from aviso_workers.engine.flow import Flow
 from aviso_workers.errors import TakenOverError
 
-__all__ = ["SingletonCalls", "check", "needing"]
-
 
 class _Held(Protocol):
     @property

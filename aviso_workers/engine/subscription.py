@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup
 from msgspec import UNSET, Struct, field
 
 from aviso_workers import clocks
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Backend, Consumer, ConsumerInfo, Delivery
 from aviso_workers.clocks import Clock
 from aviso_workers.declare import outputs
@@ -25,17 +26,15 @@ from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import acknowledging, calls, feeds
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import Flow
+from aviso_workers.engine.outages import Outage
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.jetstream import identities, metadata, monitoring
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.task_groups import task_group
-
-__all__ = ["Handler", "Subscription", "SubscriptionRun", "consumer_spec", "keep_running", "supervise_task"]
 
 MAX_ACK_PENDING = 100_000
 """Unsettled notifications of one consumer of an agent over all its workers; those that wait for a retry count, so that
@@ -77,6 +76,8 @@ class SubscriptionRun(Struct, eq=False, kw_only=True):
     shield: Shield
     redeliveries: Redeliveries | None = None
     timeouts: Timeouts | None = None
+    outage: Outage | None = None
+    """How what the agent depends on is; None of what is no agent."""
     keeps_reading: bool = False
     """Whether it reads on while all of its calls hang, because nobody else could take anything."""
     returned: int = 0

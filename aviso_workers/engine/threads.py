@@ -14,8 +14,6 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import forks
 
-__all__ = ["in_thread"]
-
 
 def in_thread(agent: Agent[Any, Any]) -> Callable[..., Awaitable[object]]:
     """Return an async function that runs the agent's plain function in a thread.

@@ -25,8 +25,6 @@ from aviso_workers.declare.dependencies import OWN_TIMEOUT
 from aviso_workers.engine import calls
 from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Events
 
-__all__ = ["Timeouts"]
-
 A = TypeVar("A")
 R = TypeVar("R")
 

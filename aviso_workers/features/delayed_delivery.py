@@ -1,4 +1,4 @@
-"""Delayed notifications that are due: read by one consumer for all workers of all apps, and published.
+"""Delayed notifications of an event type that are due: read by one consumer for all workers, and published.
 
 See `delayed_messages` for how it waits. A notification is published under the message id that it was given at first,
 and acknowledged after that. Where a worker dies in between, another one does it again: within the duplicate window the
@@ -8,18 +8,16 @@ succeeds changes nothing of this, and what was left is removed later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from datetime import datetime
 from typing import Literal
 
-from aviso_workers.aviso import schema, topics
+from aviso_workers.aviso import schema
 from aviso_workers.aviso.codec import Message, lacks_body, store_time
-from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Backend, Delivery, Outgoing
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.clocks import SKEW
-from aviso_workers.config import Config
+from aviso_workers.config import Config, streams
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import Ack, Nak, Settlement, Term
 from aviso_workers.engine import acknowledging
@@ -27,14 +25,11 @@ from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.subscription import Subscription, SubscriptionRun, consumer_spec
-from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome, Unreadable
 from aviso_workers.jetstream import answers
 from aviso_workers.state import delayed_messages
-from aviso_workers.state.delayed_messages import DUE, DURABLE, READER
-from aviso_workers.state.own_streams import DELAYED
-
-__all__ = ["REMOVE_SECONDS", "subscription"]
+from aviso_workers.state.delayed_messages import DURABLE, READER
 
 ACK_WAIT_SECONDS = 5.0
 CONCURRENCY = 16
@@ -47,17 +42,21 @@ AGAIN = Backoff(first=1, factor=2, max=60)
 """When it is tried again to store what its stream does not take: without end, because it must not be lost."""
 
 
-def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, events: Events) -> Subscription:
-    """Return the subscription that brings what is due to the streams it was meant for, whichever app has published it.
+def subscription(
+    event_type: str, backend: Backend, *, config: Config, own_streams: Provisioner, events: Events
+) -> Subscription:
+    """Return the subscription that brings what is due to the stream of an event type, whichever app has published it.
 
     The server must be new enough (`delayed_messages.is_served`).
     """
     flow = Flow(backend.clock, workers=CONCURRENCY, least=PREFETCH)
-    delayed = _DelayedDelivery(backend, flow=flow, event_types=config.notification_schema, events=events)
-    consumer = consumer_spec(DURABLE, (f"{DUE}.>",), ACK_WAIT_SECONDS, max_ack_pending=-1)
+    declared = config.event_type(event_type)
+    stream, base = streams.event_stream(event_type, declared, config).name, schema.topic_of(event_type, declared).base
+    delayed = _DelayedDelivery(backend, flow=flow, event_type=event_type, stream=stream, base=base, events=events)
+    consumer = consumer_spec(DURABLE, (delayed_messages.due_subject(stream),), ACK_WAIT_SECONDS, max_ack_pending=-1)
     return Subscription(
         name=READER,
-        feeds=[Feed(stream=delayed_messages.stream_spec(config), consumer=consumer, provisioner=own_streams)],
+        feeds=[Feed(stream=delayed_messages.stream_spec(stream, config), consumer=consumer, provisioner=own_streams)],
         run=SubscriptionRun(
             handler=delayed,
             flow=flow,
@@ -72,13 +71,15 @@ def subscription(backend: Backend, *, config: Config, own_streams: Provisioner, 
 class _DelayedDelivery:
     """Handles what is due: publishes it where it belongs."""
 
-    def __init__(self, backend: Backend, *, flow: Flow, event_types: Mapping[str, EventType], events: Events) -> None:
-        """`event_types` are those of this app's configuration. What is for others is left to workers that have them."""
+    def __init__(
+        self, backend: Backend, *, flow: Flow, event_type: str, stream: str, base: str, events: Events
+    ) -> None:
         self._backend = backend
         self._flow = flow
-        bases = {name: schema.topic_of(name, event_type).base for name, event_type in event_types.items()}
-        self._event_types = {topics.stream_name(base): (name, base) for name, base in bases.items()}
-        """By stream: the event type, and its base."""
+        self._event_type = event_type
+        self._base = base
+        self._stream = delayed_messages.stream_of(stream)
+        self._due = delayed_messages.due_subject(stream)
         self._events = events
 
     async def work(self) -> None:
@@ -95,7 +96,7 @@ class _DelayedDelivery:
             foreign = answers.is_stored_by_reply(message)
             self._events.emit(
                 Unreadable(
-                    stream=DELAYED,
+                    stream=self._stream,
                     sequence=message.sequence,
                     error=UndecodableError(answers.why_foreign(message)) if foreign else error,
                     reason="foreign" if foreign else "content",
@@ -108,17 +109,13 @@ class _DelayedDelivery:
         message = delivery.message
         if lacks_body(message):  # somebody has edited the consumer
             try:
-                message = await self._backend.message(DELAYED, message.sequence) or message
+                message = await self._backend.message(self._stream, message.sequence) or message
             except BackendError:
                 return Nak(AGAIN.delay_seconds(delivery.num_delivered))
         outgoing = delayed_messages.original(message)
-        event_type, base = self._event_types.get(outgoing.stream, ("", ""))
-        if not event_type:
-            unknown = RefusedError(f"this worker's configuration has no event type of the stream {outgoing.stream}")
-            return self._give_back(delivery, outgoing, unknown)
-        if not outgoing.message.subject.startswith(f"{base}."):
-            raise UndecodableError(f"{outgoing.message.subject} is not a subject of event type {event_type}")
-        return await self._deliver(delivery, outgoing, event_type)
+        if not outgoing.message.subject.startswith(f"{self._base}."):
+            raise UndecodableError(f"{outgoing.message.subject} is not a subject of event type {self._event_type}")
+        return await self._deliver(delivery, outgoing)
 
     async def keep_removing(self) -> None:
         """Remove, now and then, what was delivered and is still there. Never returns."""
@@ -134,19 +131,19 @@ class _DelayedDelivery:
         )
         return Nak(delay)
 
-    async def _deliver(self, delivery: Delivery, outgoing: Outgoing, event_type: str) -> Settlement:
+    async def _deliver(self, delivery: Delivery, outgoing: Outgoing) -> Settlement:
         try:
             again = delivery.num_delivered > 1 and await self._is_stored(outgoing, due=store_time(delivery.message))
             outcome: PublishOutcome = "duplicate" if again else await self._publish(outgoing)
         except BackendError as error:
             return self._give_back(delivery, outgoing, error)
         try:
-            await self._backend.delete_message(DELAYED, delivery.message.sequence, overwrite=False)
+            await self._backend.delete_message(self._stream, delivery.message.sequence, overwrite=False)
         except NotFoundError:
             pass  # it was delivered before
         except BackendError as error:
-            self._events.emit(NotRemoved(stream=DELAYED, message_id=outgoing.message_id, error=error))
-        self._events.emit(Published(event_type=event_type, outcome=outcome, attempts=delivery.num_delivered))
+            self._events.emit(NotRemoved(stream=self._stream, message_id=outgoing.message_id, error=error))
+        self._events.emit(Published(event_type=self._event_type, outcome=outcome, attempts=delivery.num_delivered))
         return Ack()
 
     async def _publish(self, outgoing: Outgoing) -> Literal["stored", "duplicate"]:
@@ -170,15 +167,15 @@ class _DelayedDelivery:
             return False
 
     async def _remove_acked(self) -> None:
-        acked = (await self._backend.consumer_info(DELAYED, DURABLE)).ack_floor
+        acked = (await self._backend.consumer_info(self._stream, DURABLE)).ack_floor
         if not acked:
             return
-        reading = self._backend.read(DELAYED, filter_subjects=(f"{DUE}.>",), last_sequence=acked)
+        reading = self._backend.read(self._stream, filter_subjects=(self._due,), last_sequence=acked)
         async with aclosing(reading):
             left = [message.sequence async for message in reading if _is_ours(message)]
         for sequence in left:
             with suppress(NotFoundError):  # another worker was faster
-                await self._backend.delete_message(DELAYED, sequence, overwrite=False)
+                await self._backend.delete_message(self._stream, sequence, overwrite=False)
 
 
 def _is_ours(message: Message) -> bool:

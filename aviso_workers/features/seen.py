@@ -21,8 +21,6 @@ from aviso_workers.declare.seen import NEVER, SeenList, SeenPage, Stored
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, NotFoundError, OutcomeUnknownError
 
-__all__ = ["SeenPages"]
-
 
 class SeenPages(Struct, frozen=True, kw_only=True):
     """The pages to which lists leave their older messages."""

@@ -48,11 +48,9 @@ from aviso_workers.events import (
     Unreadable,
 )
 from aviso_workers.jetstream.key_value import Entry, KeyValue, compare_and_set
-from aviso_workers.state import consumer_records, timer_records, timer_requests
+from aviso_workers.state import consumer_records, orders, timer_records, timer_requests
 from aviso_workers.state.timer_records import Claim
 from aviso_workers.state.timer_requests import Pause, Run
-
-__all__ = ["run_now", "run_timers"]
 
 LONGEST_SLEEP_SECONDS = 30.0
 """The time of day may be set while a timer waits for it."""
@@ -130,7 +128,7 @@ async def run_now(timer: Timer[Any, Any], *, time: datetime, clock: Clock, event
 
 
 class Control:
-    """What operators have recorded for the timers of an app, as far as this worker knows: pauses, and runs at once."""
+    """What operators have ordered for the timers of an app, as far as this worker knows: pauses, and runs at once."""
 
     def __init__(self, backend: Backend, app: str, *, timers: set[str]) -> None:
         self.timers = timers
@@ -145,9 +143,11 @@ class Control:
         """By how much the server's clock is ahead of ours, as far as is known."""
         self._again_at = -math.inf
         self._asked: dict[str, Run] = {}
-        self._void: dict[str, Run] = {}
+        self._over: dict[str, Run] = {}
+        """The last of each timer that this worker may not take: it is too old, or was taken."""
         self._worker = f"{socket.gethostname()}:{os.getpid()}"
-        self._records = RetryingKeyValue(backend, consumer_records.BUCKET, patience_seconds=PATIENCE_SECONDS, own=True)
+        records = consumer_records.bucket_of(app)
+        self._records = RetryingKeyValue(backend, records, patience_seconds=PATIENCE_SECONDS, own=True)
 
     async def left_seconds(self, timer: str) -> float:
         """Return for how long the timer is paused; 0 where it is not. Where the server does not tell, what it told last
@@ -159,7 +159,9 @@ class Control:
             return 0.0
         if told:
             with suppress(BackendError), clocks.move_on_after(self._backend.clock, LOOK_SECONDS):
-                self._ahead = await consumer_records.time(self._backend) - clocks.utc_now(self._backend.clock)
+                self._ahead = await consumer_records.time(self._backend, self._app) - clocks.utc_now(
+                    self._backend.clock
+                )
         return max(0.0, (pause.until - clocks.utc_now(self._backend.clock) - self._ahead).total_seconds())
 
     async def keep_looking(self, stop: anyio.Event) -> None:
@@ -167,9 +169,7 @@ class Control:
         while not stop.is_set():
             if self.timers and (told := await self._look(timer_requests.runs_key(self._app))):
                 found = {timer: run for timer, run in timer_requests.read_runs(*told).items() if timer in self.timers}
-                self._asked = {
-                    timer: run for timer, run in found.items() if not run.worker and run != self._void.get(timer)
-                }
+                self._asked = {timer: run for timer, run in found.items() if run != self._over.get(timer)}
             if self._asked:
                 self.news.set()
                 self.news = anyio.Event()
@@ -183,37 +183,45 @@ class Control:
         if (asked := self._asked.pop(timer, None)) is None:
             return None
         with suppress(BackendError):
-            if asked.is_open(await self._records.time()):
-                taken = structs.replace(asked, worker=self._worker)
-                return taken if await self.replace(timer, asked, taken) else None
-            self._void[timer] = asked
+            is_open = asked.is_open(await self._records.time())
+            taken = structs.replace(asked, worker=self._worker)
+            is_ours = is_open and await self.record(timer, taken)
+            self._over[timer] = asked
+            return taken if is_ours else None
         return None
 
-    async def replace(self, timer: str, known: Run, run: Run) -> bool:
-        """Return whether a run could be recorded in the place of the `known` one. Raises `BackendError`."""
+    async def record(self, timer: str, run: Run, *, taken: Run | None = None) -> bool:
+        """Return whether a run could be recorded: that it is taken, where no worker has taken it or a later one, or the
+        end of one that this worker has `taken`. Raises `BackendError`.
+        """
 
         def change(runs: dict[str, Run]) -> dict[str, Run]:
-            return {**runs, timer: run} if runs.get(timer) == known else runs
+            known = runs.get(timer)
+            is_before = known is None or known == taken or known.asked < run.asked
+            return {**runs, timer: run} if is_before else runs
 
         key = timer_requests.runs_key(self._app)
         before, after = await compare_and_set(self._records, key, read=timer_requests.read_runs, change=change)
         return after != before
 
     async def _look(self, key: str) -> tuple[Entry | None] | None:
-        """Return the entry of a key, if there is one; None where the server does not tell in time."""
+        """Return the entry of a key, if there is one; None where the server does not tell in time, or tells what nobody
+        of us has written, in the place of an order that may stand.
+        """
         clock = self._backend.clock
         if not self._backend.connection.ready or clock.monotonic() < self._again_at:
             return None
         with suppress(BackendError), clocks.move_on_after(clock, LOOK_SECONDS):
-            return (await self._entry(key),)
+            entry = await self._entry(key)
+            return None if entry and entry.foreign else (None if entry is None or entry.deleted else entry,)
         self._again_at = clock.monotonic() + LOOK_AGAIN_SECONDS
         return None
 
     async def _entry(self, key: str) -> Entry | None:
         if self._bucket is None:
-            self._bucket = await open_existing(self._backend, consumer_records.BUCKET, own=True)
+            self._bucket = await open_existing(self._backend, orders.bucket_of(self._app), own=True)
         try:
-            return await self._bucket.get(key) if self._bucket else None
+            return await self._bucket.newest(key) if self._bucket else None
         except NotFoundError:  # the bucket was deleted
             self._bucket = None
             return None
@@ -361,7 +369,7 @@ async def _run_asked(
         seconds, error = await _run(timer, tick, clock, events)
         with suppress(BackendError):  # it stays recorded as taken
             ended = structs.replace(run, seconds=seconds, error=error[:MAX_ERROR])
-            await control.replace(timer.name, run, ended)
+            await control.record(timer.name, ended, taken=run)
 
 
 async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events) -> tuple[float, str]:

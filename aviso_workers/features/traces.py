@@ -37,8 +37,6 @@ from aviso_workers.engine.publisher import Publisher
 from aviso_workers.events import Events, Sampled, Settled
 from aviso_workers.version import __version__
 
-__all__ = ["Spans", "TracedPublisher"]
-
 SYSTEM = "messaging.system"
 OPERATION = "messaging.operation.name"
 OPERATION_TYPE = "messaging.operation.type"

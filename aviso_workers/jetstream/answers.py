@@ -3,8 +3,8 @@
 A server sends an answer to the reply subject of a message, and no permission looks at that. So what comes to us there
 may answer somebody else's message: it counts if it is of the kind of the request and names what the request is about.
 And whoever may publish to one stream can have the server store its acknowledgement in any other stream or bucket of the
-account. What is stored this way has no headers, and its body is a server's. All that this package publishes has headers
-(`Nats-Msg-Id`).
+account. What is stored this way has no headers, and its body is a server's; or it is the status of a request for
+messages, with headers of the server alone. All that this package publishes has headers (`Nats-Msg-Id`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from msgspec import Struct
 
 from aviso_workers.aviso.codec import Message, read_json
 from aviso_workers.errors import UndecodableError
-
-__all__ = ["API", "belongs_to", "described", "is_stored_by_reply", "why_foreign"]
 
 API = "io.nats.jetstream.api.v1."
 """How the `type` of each answer begins."""
@@ -36,6 +34,15 @@ PROGRESS_FIELDS = frozenset({"type", "seq", "msgs", "last_seq", "error"})
 PROGRESS = ("ack", "gap", "err")
 SOURCE = "Nats-Stream-Source"
 """The header that a server adds to what one stream has from another."""
+OF_STATUS = frozenset(
+    {
+        *("Nats-Pending-Messages", "Nats-Pending-Bytes", "Nats-Last-Consumer", "Nats-Last-Stream"),
+        *("Nats-Consumer-Stalled", "Nats-Pin-Id", "Status", "Description"),
+    }
+)
+"""The headers of the status of a request for messages."""
+OF_SERVER = OF_STATUS | {SOURCE}
+"""The headers that a message may have although whoever published it gave it none."""
 
 
 class _NamedConfig(Struct):
@@ -95,12 +102,14 @@ def is_stored_by_reply(message: Message) -> bool:
 
     It may be genuine in a stream that others publish to.
     """
+    if message.headers and message.headers.keys() <= OF_STATUS:
+        return not message.data
     return message.data.startswith(BEGINNINGS) and _lacks_headers(message) and _is_answer(message.data)
 
 
 def _lacks_headers(message: Message) -> bool:
     """Return whether whoever published the message gave it no headers."""
-    return not message.headers or message.headers.keys() <= {SOURCE}
+    return not message.headers or message.headers.keys() <= OF_SERVER
 
 
 def _is_answer(data: bytes) -> bool:

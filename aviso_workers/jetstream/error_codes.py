@@ -7,8 +7,6 @@ final.
 
 from __future__ import annotations
 
-__all__ = ["ALLOWING_SETTINGS", "CONFLICT", "NOT_FOUND", "NO_ROOM", "TEMPORARILY_UNAVAILABLE", "TRANSIENT"]
-
 PEERS_REBUILDING = 10004
 NO_SUITABLE_PEERS = 10005
 """Also while servers are down, and until those of a cluster that has just started have heard of each other."""
@@ -22,6 +20,7 @@ INVALID_JSON = 10025
 """Also a field that the server does not know, if it is strict."""
 RESOURCE_LIMITS_EXCEEDED = 10028
 NO_MESSAGE = 10037
+OFF_FOR_THE_ACCOUNT = 10039
 SEQUENCE_NOT_FOUND = 10043
 INSUFFICIENT_STORAGE = 10047
 STREAM_NOT_CREATED = 10049
@@ -47,6 +46,8 @@ STREAM_OFFLINE = 10118
 CONSUMER_OFFLINE = 10119
 MAX_ACK_PENDING_EXCEEDED = 10121
 FILTERS_OVERLAP = 10138
+CONSUMER_EXISTS = 10148
+"""With another configuration."""
 PUBLISH_IN_PROCESS = 10158
 """Of a message of the same id."""
 REPLICATION_LAG = 10163

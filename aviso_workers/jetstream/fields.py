@@ -18,31 +18,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta, Struct, structs
 
+from aviso_workers.aviso.codec import LARGEST_NUMBER
 from aviso_workers.aviso.literals import SECOND, Duration, Size, SizeLimit
-
-__all__ = [
-    "CONSUMER",
-    "DAY",
-    "DEFAULT_DUPLICATE_WINDOW",
-    "SECOND",
-    "STREAM",
-    "ConsumerLimits",
-    "DeclaredConsumer",
-    "DeclaredStream",
-    "External",
-    "Field",
-    "Origin",
-    "Placement",
-    "Republish",
-    "SubjectTransform",
-    "as_jetstream",
-    "comparable",
-    "configured",
-    "jetstream_value",
-    "normalised",
-    "readable",
-    "something",
-]
 
 DAY = 86_400 * SECOND
 NAMES = frozenset({"name", "durable_name"})
@@ -82,11 +59,20 @@ class Field(Struct, frozen=True, kw_only=True):
     """The first nats-server that knows it. An older one passes it over, or refuses the request."""
 
 
+LONGEST_SECONDS = 1e9
+LONGEST_SAID = 512
+
 Text = Annotated[str, Meta(min_length=1)]
 Positive = Annotated[int, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=0)]
 Limit = Annotated[int, Meta(ge=-1)]
 Time = Annotated[datetime, Meta(tz=True)]
+Number = Annotated[int, Meta(ge=0, lt=LARGEST_NUMBER)]
+"""What we count, and sequences, in records that somebody else may have written: a server can be asked for the next."""
+Seconds = Annotated[float, Meta(ge=0, le=LONGEST_SECONDS)]
+"""How long something lasts, in such records: a time can be that much earlier or later."""
+Said = Annotated[str, Meta(max_length=LONGEST_SAID)]
+"""What such a record says in words."""
 
 
 def about(description: str, **known: Any) -> Meta:

@@ -17,8 +17,6 @@ from aviso_workers.jetstream import metadata, plans
 from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.jetstream.specs import ConsumerSpec
 
-__all__ = ["MARK", "Identity", "is_as_wanted", "marked", "newly_marked", "of"]
-
 MARK = "aviso-workers-id"
 """The metadata of a consumer that says which one of its name it is."""
 

@@ -15,33 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 from msgspec import Struct
 
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.jetstream import fields
-from aviso_workers.jetstream.fields import SECOND, Field
-
-__all__ = [
-    "AccountInfo",
-    "Cluster",
-    "ConsumerConfig",
-    "ConsumerInfo",
-    "ConsumerState",
-    "Lost",
-    "PriorityGroup",
-    "Replica",
-    "SnapshotState",
-    "SourceConfig",
-    "SourceInfo",
-    "StoredMessage",
-    "StreamConfig",
-    "StreamInfo",
-    "Use",
-    "account",
-    "consumer",
-    "message",
-    "pause_seconds",
-    "snapshot",
-    "stream",
-    "subject_counts",
-]
+from aviso_workers.jetstream.fields import Field
 
 NEVER = -1
 """`active` of a mirror or source that has not heard of its origin since it was made."""
@@ -402,6 +378,13 @@ class ConsumerInfo(Struct, frozen=True, kw_only=True):
     def pulled(self) -> bool:
         return not self.config.deliver_subject
 
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether the server removes it soon after nobody reads from it any more, as a reader whose connection was
+        lost: nobody has to remove it.
+        """
+        return not self.durable and self.config.inactive_threshold > 0
+
 
 class Limits(Struct, frozen=True, kw_only=True):
     """The limits of an account; -1 means no limit."""
@@ -436,6 +419,13 @@ class AccountInfo(Use, frozen=True, kw_only=True):
     api: Api = Api()
     tiers: Mapping[str, Use] | None = None
     """By name, as `R3`; where there are some, each has limits of its own."""
+
+    def max_consumers(self, stream: StreamConfig) -> int:
+        """Return how many consumers a stream may have, by its own limit or by that of the account, which a server keeps
+        for each stream; 0 where there is no limit.
+        """
+        use = (self.tiers or {}).get(f"R{stream.num_replicas}", self)
+        return min((most for most in (stream.max_consumers, use.limits.max_consumers) if most > 0), default=0)
 
 
 class _StreamState(Struct, frozen=True, kw_only=True):

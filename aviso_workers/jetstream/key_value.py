@@ -12,8 +12,6 @@ from msgspec import Struct
 
 from aviso_workers.errors import ConflictError, InvalidKeyError, UndecodableError
 
-__all__ = ["TTL", "BulkKeyValue", "Entry", "KeyValue", "compare_and_set", "decode_key", "encode_key", "ttl_text"]
-
 T = TypeVar("T")
 
 TTL = "Nats-TTL"

@@ -17,25 +17,6 @@ from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.specs import ConsumerSpec
 
-__all__ = [
-    "FENCED",
-    "SET_MARK",
-    "START",
-    "UNFINISHED",
-    "NotedVersions",
-    "Version",
-    "after_reset",
-    "is_of_agent",
-    "is_of_set",
-    "is_unfinished",
-    "noted_versions",
-    "resets_of",
-    "shared",
-    "shared_filters",
-    "starting",
-    "version_of",
-]
-
 START = "aviso-workers-start"
 RESETS = "aviso-workers-resets"
 VERSIONS = "aviso-workers-versions"
@@ -46,7 +27,7 @@ MAX_FUNCTION = 500
 """Characters of the name of a function."""
 MAX_NOTED = 200
 """Filter subjects of all versions that are noted in one place. A version has up to nine."""
-FILTER_SUBJECT = r"^[^\s.]+(\.[^\s.]+)*$"
+FilterSubject = Annotated[str, Meta(pattern=r"^[^\s.]+(\.[^\s.]+)*$")]
 """A subject of one or more tokens."""
 MAX_DIGITS = 19
 """As many as a number of 64 bits has."""
@@ -61,7 +42,7 @@ SET_MARK = "of set "
 class Version(Struct, frozen=True, order=True):
     """The settings that one version of an agent wants of the consumer that it shares with others."""
 
-    filter_subjects: tuple[Annotated[str, Meta(pattern=FILTER_SUBJECT)], ...]
+    filter_subjects: tuple[FilterSubject, ...]
     """Sorted; none means everything."""
     ack_wait: Annotated[int, Meta(gt=0, le=LONGEST_ACK_WAIT)]
     """Nanoseconds."""

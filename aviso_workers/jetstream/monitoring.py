@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FAR_BEHIND", "INACTIVE_SECONDS", "PREFIX", "STALE_SECONDS", "of_consumer", "with_entries"]
-
 PREFIX = "io.nats.monitor."
 ENABLED = {f"{PREFIX}enabled": "true"}
 PEERS = f"{PREFIX}peer-expect"

@@ -18,20 +18,6 @@ from aviso_workers.jetstream.fields import CONSUMER, DEFAULT_DUPLICATE_WINDOW, S
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.specs import PRIORITIZED, ConsumerSpec, StreamSpec
 
-__all__ = [
-    "UPDATABLE",
-    "ConsumerPlan",
-    "Difference",
-    "Plan",
-    "Removal",
-    "Stored",
-    "consumer_differences",
-    "consumer_plan",
-    "plan",
-    "shorter_age",
-    "with_removals",
-]
-
 LIMITS = tuple(name for name, each in STREAM.items() if each.kind == "limit" or name == "max_age")
 PRIORITY = frozenset({"priority_policy", "priority_groups", "priority_timeout"})
 STARTING = frozenset({"deliver_policy", "opt_start_seq", "opt_start_time", "metadata"})
@@ -40,6 +26,12 @@ UPDATABLE = frozenset(
     name for name in ConsumerSpec.__struct_fields__ if name in CONSUMER and CONSUMER[name].change == "always"
 )
 """The consumer fields that we state and that a server lets change."""
+SEALING = frozenset({"allow_rollup_hdrs", "deny_delete", "deny_purge", "discard", "max_age"})
+"""The fields that a server sets when a stream is sealed. It ignores what an update says of them, without an error."""
+SEALED = (
+    "a sealed stream takes no publish any more, and cannot be opened: copy it (`aviso-workers streams copy STREAM "
+    "--to-config FILE --as NAME`), remove it (`aviso-workers streams rm STREAM`), and run `aviso-workers streams apply`"
+)
 
 
 class Stored(Struct, frozen=True, kw_only=True):
@@ -98,6 +90,14 @@ class _Step(Struct, frozen=True, kw_only=True):
     """The fields that an update changes."""
     fixed: tuple[Difference, ...] = ()
     """The fields that no update changes. Where there is some before it exists, it cannot be created."""
+    removing: tuple[Difference, ...] = ()
+    """The changes of a stream that would remove stored messages: `config` is without them; see `with_removals`."""
+    unstated: tuple[str, ...] = ()
+    """Of a stream: the limits that the stream has and the configuration does not state: it keeps them."""
+    fenced: bool = False
+    """Of a stream: another stream has taken its place: nothing is applied, and using it is an error."""
+    unfinished: bool = False
+    """Of a stream: a restore of it is under way, or was killed: nothing is applied, and it cannot be used yet."""
 
     @property
     def needed(self) -> bool:
@@ -108,14 +108,6 @@ class Plan(_Step, frozen=True, kw_only=True):
     """The plan for a stream."""
 
     wanted: StreamSpec
-    removing: tuple[Difference, ...] = ()
-    """The changes that would remove stored messages: `config` is without it, `with_removals` adds it."""
-    unstated: tuple[str, ...] = ()
-    """The limits that the stream has and the configuration does not state: it keeps them."""
-    fenced: bool = False
-    """Another stream has taken its place: nothing is applied, and using it is an error."""
-    unfinished: bool = False
-    """A restore of it is under way, or was killed: nothing is applied, and it cannot be used yet."""
 
     @property
     def stream(self) -> str:
@@ -124,11 +116,19 @@ class Plan(_Step, frozen=True, kw_only=True):
     @property
     def storage_mismatch(self) -> bool:
         """Storage cannot be changed: nothing else is applied, and using the stream is an error."""
-        return any(difference.field == "storage" for difference in self.fixed)
+        return self._is_fixed("storage")
+
+    @property
+    def sealed(self) -> bool:
+        """The stream is sealed, and the configuration does not say so: it takes no publish."""
+        return self._is_fixed("sealed")
 
     @property
     def needed(self) -> bool:
         return (super().needed or bool(self.removing)) and not self.storage_mismatch
+
+    def _is_fixed(self, field: str) -> bool:
+        return self.exists and any(difference.field == field for difference in self.fixed)
 
 
 class ConsumerPlan(_Step, frozen=True, kw_only=True):
@@ -151,7 +151,12 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None, stored: Stored) ->
         return Plan(wanted=wanted, exists=True, config=found, fenced=True)
     if metadata.is_unfinished(found):
         return Plan(wanted=wanted, exists=True, config=found, unfinished=True)
-    differences, fixed = _told_apart(_differences(asked, found), _stream_cure)
+    cure = _stream_cure
+    if found.get("sealed") and asked.get("sealed"):
+        asked = {name: value for name, value in asked.items() if name not in SEALING}
+    elif found.get("sealed"):
+        asked, cure = {"sealed": False, **asked}, _sealed_cure
+    differences, fixed = _told_apart(_differences(asked, found), cure)
     # Judged together: whether a lower limit removes messages depends on `discard`, which may differ as well.
     whole, _ = _updated(found, differences, asked)
     judged = [structs.replace(each, removal=_removal(each, whole, stored)) for each in differences]
@@ -161,7 +166,7 @@ def plan(wanted: StreamSpec, found: Mapping[str, Any] | None, stored: Stored) ->
     return Plan(
         wanted=wanted,
         exists=True,
-        config=monitoring.with_entries(config, stated=asked) if wanted.monitored else config,
+        config=specs.with_notes(config, wanted, stated=asked),
         differences=harmless,
         fixed=fixed,
         removing=removing,
@@ -223,7 +228,7 @@ def _start_differs(wanted: ConsumerSpec, found: Mapping[str, Any]) -> Difference
 
 def _asked(wanted: StreamSpec, *, whole: bool = False) -> dict[str, Any]:
     """Return what is asked of a stream; `whole`: also what `nats server check` reads, as it is created."""
-    stated = specs.stated(wanted if whole else structs.replace(wanted, monitored=False))
+    stated = specs.stated(wanted if whole else structs.replace(wanted, monitored=False, key_order=()))
     return {name: fields.normalised(name, value) for name, value in stated.items()}
 
 
@@ -312,6 +317,12 @@ def _stream_cure(difference: Difference) -> str:
     if _is_of_creation(STREAM, field) or (field == "retention" and "workqueue" in (found, wanted)):
         return f"{field} is chosen when a stream is created: set what it has, or delete the stream"
     return ""
+
+
+def _sealed_cure(difference: Difference) -> str:
+    if difference.field == "sealed":
+        return SEALED
+    return "the stream is sealed" if difference.field in SEALING else _stream_cure(difference)
 
 
 def _consumer_cure(difference: Difference) -> str:

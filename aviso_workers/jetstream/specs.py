@@ -14,24 +14,17 @@ from msgspec import UNSET, Struct, UnsetType, structs
 
 from aviso_workers.jetstream import monitoring
 
-__all__ = [
-    "GROUP",
-    "LONGEST_NAME",
-    "PINNED",
-    "PRIORITIZED",
-    "UNREADABLE",
-    "ConsumerSpec",
-    "StreamSpec",
-    "beginning_after",
-    "is_name",
-    "stated",
-    "with_ack_wait",
-]
-
-UNREADABLE = "aviso_workers_unreadable"
+OURS = "aviso_workers_"
+"""How the names of our own streams begin, and no app's name."""
+SCHEDULES = f"{OURS}schedule__"
+"""How the names of the streams begin that keep what is to be delivered later; the name of an event stream follows."""
+UNREADABLE = f"{OURS}unreadable"
 """The empty stream that says of a server that it cannot read another one that it has."""
 LONGEST_NAME = 255
 """Characters that the name of a stream may have."""
+KEY_ORDER = "aviso-workers-key-order"
+"""The metadata of a stream that says in which order its subjects have the values of identifiers: the fields, with
+commas between."""
 PINNED = "pinned_client"
 PRIORITIZED = "prioritized"
 GROUP = "workers"
@@ -69,6 +62,8 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     """Whether it takes batches, of those that its server knows, when it is created and nothing else is stated."""
     monitored: bool = False
     """Whether its metadata has what `nats server check` reads, see `monitoring`."""
+    key_order: tuple[str, ...] = ()
+    """The fields of identifiers in the order of the subjects, which its metadata says; empty for other streams."""
     keys: Mapping[str, str] = {}
     """By field, the key of the configuration that states it, for people to find."""
 
@@ -104,11 +99,21 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
 def stated(spec: StreamSpec) -> dict[str, Any]:
     """Return what is stated about a stream, as one JSON object of JetStream's."""
     fields: dict[str, Any] = msgspec.to_builtins(spec)
-    del fields["takes_batches"], fields["keys"], fields["monitored"]
+    del fields["takes_batches"], fields["keys"], fields["monitored"], fields["key_order"]
     fields |= fields.pop("further")
     if "num_replicas" in fields:
         fields["num_replicas"] = fields["num_replicas"] or 1
-    return monitoring.with_entries(fields, stated=fields) if spec.monitored else fields
+    return with_notes(fields, spec, stated=fields)
+
+
+def with_notes(config: Mapping[str, Any], spec: StreamSpec, *, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a stream with our notes in its metadata, which it gets when it is created, and else
+    with its next update. What is noted there stays.
+    """
+    if spec.key_order:
+        noted = {KEY_ORDER: ",".join(spec.key_order), **(config.get("metadata") or {})}
+        config = {**config, "metadata": noted}
+    return monitoring.with_entries(config, stated=stated) if spec.monitored else dict(config)
 
 
 def is_name(text: str) -> bool:

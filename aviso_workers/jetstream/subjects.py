@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
-__all__ = ["inbox_prefix", "is_one_word", "matcher", "overlap", "pattern", "within"]
+from aviso_workers.aviso.topics import LONGEST_SUBJECT
 
 _BREAKS = re.compile(r"[ \t\r\n]")
 _NO_NAME = re.compile(r"[^-_0-9a-zA-Z]")
@@ -14,9 +14,13 @@ _NO_NAME = re.compile(r"[^-_0-9a-zA-Z]")
 _WILDCARDS = {"*": r"(?!>$)[^.]+", ">": ".+"}
 
 
-def is_one_word(subject: str) -> bool:
-    """Return whether a server takes this for one word of a line: it is not empty, without space, tab and line break."""
-    return bool(subject) and not _BREAKS.search(subject)
+def why_refused(subject: str) -> str:
+    """Return why a subject cannot be sent; empty where it can. A server would take one with a blank or a line break for
+    further words of a line, or for commands of ours, and closes the connection on one that is too long.
+    """
+    if not subject or _BREAKS.search(subject):
+        return f"{subject!r:.80} is not a subject"
+    return f"a subject of more than {LONGEST_SUBJECT} bytes" if len(subject.encode()) > LONGEST_SUBJECT else ""
 
 
 def inbox_prefix(user: str) -> str:

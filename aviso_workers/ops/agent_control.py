@@ -23,23 +23,7 @@ from aviso_workers.ops import agent_inventory, aviso_admin, inventory, retiremen
 from aviso_workers.state import consumer_records, window_records
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.known_agents import KnownAgents
-from aviso_workers.state.own_streams import RETRIES
-
-__all__ = [
-    "UNTIL_RESUMED",
-    "AgentConsumer",
-    "Rename",
-    "Reset",
-    "declared",
-    "end_text",
-    "find",
-    "pause",
-    "plan_rename",
-    "plan_reset",
-    "rename",
-    "reset",
-    "resume",
-]
+from aviso_workers.state.own_streams import RETRIES, of_app
 
 SKEW_SECONDS = 10.0
 """By how much the clocks of a cluster's servers may differ, the time of a request included, before a pause of some
@@ -113,21 +97,22 @@ async def find(admin: Admin, config: Config, owner: str, agent: str, *, several:
     event_streams = await aviso_admin.event_streams(admin, config)
     consumer = agents.durable_name(owner, agent)
     records = await consumer_records.stored(admin)
-    recorded = [stream for app, name, stream in records if (app, name) == (owner, agent) and stream != RETRIES]
+    retries = of_app(RETRIES, owner)
+    recorded = [stream for app, name, stream in records if (app, name) == (owner, agent) and stream != retries]
     streams = dict.fromkeys([*event_streams, *recorded])
     found = [stream for stream in streams if await inventory.existing(admin.consumer_info(stream, consumer))]
     if not found:  # it was deleted, or removed
         found = [stream for stream in event_streams if stream in recorded]
     if not found:
         present = [found for stream in event_streams for found in await agent_inventory.agents(admin, stream)]
-        of_app = {name for name_of_app, name in present if name_of_app == owner}
-        known = f"; that app has: {', '.join(sorted(of_app))}" if of_app else ""
+        others = {name for name_of_app, name in present if name_of_app == owner}
+        known = f"; that app has: {', '.join(sorted(others))}" if others else ""
         apps = f"; there are apps: {', '.join(sorted({found for found, _ in present}))}" if present else ""
         raise NotFoundError(f"no agent {agent} of app {owner} reads one of the configured streams{known or apps}")
     if len(found) > 1 and not several:
         raise DeclarationError(
             f"agent {agent} of app {owner} has a consumer on each of {', '.join(found)}: "
-            "say which one is in use by --app MODULE:APP, and delete the other"
+            f"name the one in use as MODULE:APP/{agent}, and delete the other"
         )
     return AgentConsumer(app=owner, agent=agent, stream=found[0], beside=tuple(found[1:]))
 
@@ -147,7 +132,7 @@ async def pause(admin: Admin, agent: AgentConsumer, *, seconds: float | None = N
     for stream in agent.beside:
         await _pause(admin, stream, agent.consumer, seconds)
     with suppress(NotFoundError):  # made when its first worker starts
-        await _pause(admin, RETRIES, agent.consumer, seconds)
+        await _pause(admin, of_app(RETRIES, agent.app), agent.consumer, seconds)
     return until
 
 
@@ -156,7 +141,7 @@ async def resume(admin: Admin, agent: AgentConsumer) -> None:
     for stream in (agent.stream, *agent.beside):
         await admin.pause_consumer(stream, agent.consumer, until=None)
     with suppress(NotFoundError):
-        await admin.pause_consumer(RETRIES, agent.consumer, until=None)
+        await admin.pause_consumer(of_app(RETRIES, agent.app), agent.consumer, until=None)
 
 
 async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
@@ -234,7 +219,7 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
         raise DeclarationError(f"agent {agent} has that name already: give the name that the code gives it now")
     records = await _records_to_rename(admin, owner, agent, to)
     unsettled = again = 0
-    for stream in (*records, RETRIES):
+    for stream in (*records, of_app(RETRIES, owner)):
         with suppress(NotFoundError):
             info = await admin.consumer_info(stream, agents.durable_name(owner, agent))
             consumer = AgentConsumer(app=owner, agent=agent, stream=stream)
@@ -253,14 +238,14 @@ async def _records_to_rename(admin: Admin, owner: str, agent: str, to: str) -> d
     records = {
         stream: record
         for (by, of, stream), record in stored.items()
-        if (by, of) == (owner, agent) and stream != RETRIES and not record.removed
+        if (by, of) == (owner, agent) and stream != of_app(RETRIES, owner) and not record.removed
     }
     if not records:
         raise NotFoundError(f"no worker of app {owner} has recorded an agent {agent}")
     if await inventory.existing(admin.stream_info(f"KV_{window_records.bucket_of(owner, agent)}")):
         raise RefusedError(
             f"agent {agent} keeps windows under its name: let them close, then run `aviso-workers agents rm "
-            f"{quoted(owner)} --agent {quoted(agent)}`, and declare {to} with start='new'"
+            f"{quoted(f'{owner}/{agent}')}`, and declare {to} with start='new'"
         )
     for stream in records:  # of its retries, an agent has a consumer before it may begin
         if await inventory.existing(admin.consumer_info(stream, agents.durable_name(owner, to))):
@@ -272,7 +257,7 @@ async def _records_to_rename(admin: Admin, owner: str, agent: str, to: str) -> d
         if known.time != record.time:
             raise RefusedError(
                 f"agent {to} of app {owner} has run: it has settled stream {stream} up to sequence {known.ack_floor}; "
-                f"to forget that, run `aviso-workers agents rm {quoted(owner)} --agent {quoted(to)}`"
+                f"to forget that, run `aviso-workers agents rm {quoted(f'{owner}/{to}')}`"
             )
         records[stream] = known  # by a rename that was broken off, which knew the consumer
     return records
@@ -282,13 +267,13 @@ def _require_renamable(info: ConsumerInfo, of: AgentConsumer, to: str, *, worker
     if info.paused:
         raise RefusedError(
             f"agent {of.agent} is paused, and {to} would not be: stop its workers, and run `aviso-workers agents "
-            f"resume {quoted(of.agent)} --app {quoted(of.app)}` first"
+            f"resume {quoted(f'{of.app}/{of.agent}')}` first"
         )
     if info.num_waiting:
         raise RefusedError(f"workers ask for its notifications: stop the workers of {of.agent} first")
     if not workers_stopped and (why := retirement.why_active(info)):
         raise RefusedError(f"{why}: stop the workers of {of.agent} first, and say --workers-stopped")
-    if of.stream == RETRIES and info.lag:
+    if of.stream == of_app(RETRIES, of.app) and info.lag:
         raise RefusedError(f"agent {of.agent} has dead letters that are tried again: let its workers finish them")
 
 
@@ -300,10 +285,10 @@ async def rename(admin: Admin, plan: Rename) -> None:
     await KnownAgents(admin, app=plan.app, declared=()).rename(plan.agent, plan.to)
     for stream, record in plan.records.items():
         await consumer_records.rename(admin, record, app=plan.app, agent=plan.to, stream=stream)
-    for stream in (*plan.records, RETRIES):
+    for stream in (*plan.records, of_app(RETRIES, plan.app)):
         with suppress(NotFoundError):
             await admin.delete_consumer(stream, agents.durable_name(plan.app, plan.agent))
-    for stream in (*plan.records, RETRIES):
+    for stream in (*plan.records, of_app(RETRIES, plan.app)):
         await consumer_records.remove(admin, app=plan.app, agent=plan.agent, stream=stream)
     await consumer_records.remove_notes(admin, app=plan.app, agent=plan.agent)
 

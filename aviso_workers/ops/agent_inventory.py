@@ -7,17 +7,17 @@ not exist has no agents.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection
 from datetime import datetime
+from functools import partial
 
 from msgspec import Struct
 
 from aviso_workers import clocks
 from aviso_workers.backends import Admin, ConsumerInfo
-from aviso_workers.config import Config, streams
 from aviso_workers.declare import agents as agents_
-from aviso_workers.errors import NotFoundError, UndecodableError
+from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.specs import OURS
 from aviso_workers.ops import inventory
 from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.state import (
@@ -27,34 +27,17 @@ from aviso_workers.state import (
     delayed_messages,
     failure_counts,
     failure_records,
+    own_streams,
     timer_requests,
     versions,
 )
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.declarations import AppDeclarations, Deploy
 from aviso_workers.state.failure_records import LastFailure
-from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from aviso_workers.state.timer_requests import Pause, Run
 from aviso_workers.state.versions import Registered
-
-__all__ = [
-    "ConsumerInfo",
-    "ConsumerRecord",
-    "Recorded",
-    "RunAlone",
-    "agent_of",
-    "agents",
-    "dead_letters",
-    "dead_letters_since",
-    "due",
-    "elsewhere",
-    "missing",
-    "part_used",
-    "recorded",
-    "run_alone",
-    "streams_of",
-    "why_none",
-]
+from aviso_workers.task_groups import asked_of_each
 
 
 class RunAlone(Struct, frozen=True, kw_only=True):
@@ -67,7 +50,7 @@ class RunAlone(Struct, frozen=True, kw_only=True):
 
 
 class Recorded(Struct, frozen=True, kw_only=True):
-    """What workers have recorded in the bucket of `consumer_records`."""
+    """What workers have recorded in the buckets of `consumer_records`, and what operators have ordered of timers."""
 
     time: datetime
     """When it was read, by the server's clock."""
@@ -85,21 +68,14 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The last deploys, by app, the newest last."""
     apps: dict[str, AppDeclarations] = {}
     """What the apps have declared when a worker of them started last."""
+    unreadable: list[str] = []
+    """A sentence for each app whose record of that cannot be read."""
     versions: dict[tuple[str, str, str], tuple[Registered, ...]] = {}
     """The versions of agents whose workers live, or have lived a few minutes ago, by app, agent and stream."""
 
 
 KEY_VALUE = "KV_"
 """How names of the streams of buckets begin, which no agent reads."""
-SUBJECT_TOKENS = dead_letter_records.SUBJECT.count(".") + 3
-"""The number of tokens in the subject of a dead letter."""
-
-
-def streams_of(config: Config) -> list[str]:
-    """Return the streams that agents need: those of the configured event types, and our own."""
-    event_types = config.notification_schema.items()
-    of_events = [streams.event_stream(name, event_type, config).name for name, event_type in event_types]
-    return [*of_events, RETRIES, DELAYED]
 
 
 async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
@@ -108,13 +84,22 @@ async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInf
     return {found: consumer for consumer in consumers or () if (found := agent_of(consumer.name))}
 
 
+async def retries(admin: Admin, *, without: Collection[str] = ()) -> dict[tuple[str, str], ConsumerInfo]:
+    """Return the consumers of what is tried again, by app and agent, `without` some streams. Raises `BackendError`."""
+    names = [own_streams.of_app(RETRIES, app) for app in await own_streams.apps_with(admin, RETRIES)]
+    found = await asked_of_each((name for name in names if name not in without), partial(agents, admin))
+    return {agent: consumer for of_stream in found.values() for agent, consumer in of_stream.items()}
+
+
 async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
-    """Return what workers have recorded. Raises `BackendError`; with `denied`, what the server denies is noted there as
-    `records`.
+    """Return what workers have recorded, and what operators have ordered of timers. Raises `BackendError`; with
+    `denied`, what the server denies is noted there as `records`.
     """
     entries = await asked(denied, "records", consumer_records.entries(admin), [])
-    time = await asked(denied, "records", consumer_records.time(admin), clocks.utc_now(admin.clock))
+    ordered = await asked(denied, "records", consumer_records.entries(admin, kind="orders"), [])
+    time = await asked(denied, "records", consumer_records.time_of_any(admin), clocks.utc_now(admin.clock))
     registered = versions.parsed(entries)
+    apps, unreadable = declarations.parsed(entries)
     functions = {
         (stream, agents_.durable_name(owner, agent)): tuple(sorted({each.version.function for each in found} - {""}))
         for (owner, agent, stream), found in registered.items()
@@ -127,74 +112,27 @@ async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
         },
         functions={key: names for key, names in functions.items() if len(names) > 1},
         failures=failure_records.parsed(entries),
-        pauses=timer_requests.pauses(entries, now=time),
-        runs=timer_requests.runs(entries),
+        pauses=timer_requests.pauses(ordered, now=time),
+        runs=timer_requests.runs(ordered, entries),
         deploys=declarations.deploys(entries),
-        apps=declarations.parsed(entries),
+        apps=apps,
+        unreadable=unreadable,
         versions=registered,
     )
 
 
-async def elsewhere(admin: Admin, config: Config, recorded: Recorded) -> list[str]:
-    """Return which streams agents read that are none of the configured event streams: each with its agents, as text, by
-    what workers have recorded and by the consumers that there are: a worker may have no right to record anything.
+async def due(admin: Admin, among: Collection[str]) -> dict[str, int]:
+    """Return how many delayed notifications are due and not stored yet, by the stream that they are for.
 
-    Raises `BackendError`.
+    `among` are the streams that there are. Raises `BackendError`.
     """
-    known = streams.event_streams(config.notification_schema)
-    consumers = {key for key, record in recorded.consumers.items() if not record.removed}
-    for stream in await admin.stream_names():
-        if stream not in known and not stream.startswith((streams.OURS, KEY_VALUE)):
-            with suppress(NotFoundError):  # deleted meanwhile
-                consumers |= {(stream, name) for name in await admin.consumer_names(stream)}
-    found: dict[str, list[str]] = {}
-    for stream, consumer in sorted(consumers):
-        agent = agent_of(consumer)
-        if agent and stream not in known and not stream.startswith(streams.OURS):
-            found.setdefault(stream, []).append("/".join(agent))
-    return [f"{stream} by {', '.join(of_stream)}" for stream, of_stream in found.items()]
-
-
-async def due(admin: Admin) -> dict[str, int]:
-    """Return how many delayed notifications are due and not stored yet, by the stream that they are for. Raises
-    `BackendError`.
-    """
-    counts = await _subject_counts(admin, DELAYED, f"{delayed_messages.DUE}.>")
-    return {subject.removeprefix(f"{delayed_messages.DUE}."): count for subject, count in counts.items()}
-
-
-async def missing(
-    admin: Admin, stream: str, records: Mapping[tuple[str, str], ConsumerRecord]
-) -> dict[tuple[str, str], ConsumerRecord]:
-    """Return the records of consumers that are lost, by app and agent: the stream is the same one, and no operator
-    removed the consumer.
-
-    Raises `BackendError`.
-    """
-    recorded = {key: record for key, record in records.items() if key[0] == stream}
-    if not recorded:
-        return {}
-    try:
-        created = (await admin.stream_info(stream)).created
-        # The names are those that the cluster has: the list has only consumers whose server answers.
-        there = set(await admin.consumer_names(stream))
-    except NotFoundError:
-        return {}
-    return {
-        agent: record
-        for (_, consumer), record in recorded.items()
-        if record.holds_for(created) and consumer not in there and (agent := agent_of(consumer))
-    }
-
-
-def why_none(record: ConsumerRecord | None) -> str:
-    """Return the reason why an agent has no consumer, where that is as it should be: it is none of `missing`."""
-    if record is None:
-        return "no worker has ever created its consumer"
-    time, settled = record.time.isoformat(timespec="seconds"), f"sequence {record.ack_floor}"
-    if record.removed:
-        return f"its consumer was removed by an operator at {time}, when all messages up to {settled} were settled"
-    return f"its stream was recreated after {time}, when the former stream was settled up to {settled}"
+    found: dict[str, int] = {}
+    for stream in filter(None, map(delayed_messages.event_stream_of, among)):
+        subject = delayed_messages.due_subject(stream)
+        counts = await _subject_counts(admin, delayed_messages.stream_of(stream), subject)
+        if subject in counts:
+            found[stream] = counts[subject]
+    return found
 
 
 async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:
@@ -216,29 +154,29 @@ async def run_alone(admin: Admin, among: Collection[str]) -> list[RunAlone]:
     return found
 
 
-async def part_used(admin: Admin, stream: str) -> float | None:
-    """Return the part of its nearest limit that a stream uses, where it refuses new messages when it is full.
-
-    None where it has no limit, discards old messages, or does not exist. Raises `BackendError`.
+async def dead_letters(admin: Admin, *, without: Collection[str] = ()) -> dict[tuple[str, str], int]:
+    """Return the number of dead letters that are kept, by app and agent, `without` those of some streams. Raises
+    `BackendError`.
     """
-    info = await inventory.existing(admin.stream_info(stream))
-    return info.part_used if info and info.config.discard == "new" else None
-
-
-async def dead_letters(admin: Admin) -> dict[tuple[str, ...], int]:
-    """Return the number of dead letters that are kept, by app and agent. Raises `BackendError`."""
-    counts = await _subject_counts(admin, DEAD_LETTERS)
+    names = [own_streams.of_app(DEAD_LETTERS, app) for app in await own_streams.apps_with(admin, DEAD_LETTERS)]
+    counts = await asked_of_each((name for name in names if name not in without), partial(_subject_counts, admin))
     return {
-        (words[-2], words[-1]): count
-        for subject, count in counts.items()
-        if len(words := subject.split(".")) == SUBJECT_TOKENS  # else somebody else has stored it
+        (app, agent): count
+        for name, of_stream in counts.items()
+        for subject, count in of_stream.items()
+        # else somebody else has stored it
+        if subject
+        == dead_letter_records.subject_of(
+            app := own_streams.app_of(DEAD_LETTERS, name), agent := subject.rpartition(".")[2]
+        )
     }
 
 
 async def dead_letters_since(admin: Admin, app: str, agent: str, since: datetime) -> int:
     """Return how many dead letters of an agent were stored since then. Raises `BackendError`."""
     of_agent = (dead_letter_records.subject_of(app, agent),)
-    return await admin.count(DEAD_LETTERS, filter_subjects=of_agent, start_time=since)
+    stream = own_streams.of_app(DEAD_LETTERS, app)
+    return await admin.count(stream, filter_subjects=of_agent, start_time=since)
 
 
 async def _subject_counts(admin: Admin, stream: str, subject: str = ">") -> dict[str, int]:
@@ -248,4 +186,4 @@ async def _subject_counts(admin: Admin, stream: str, subject: str = ">") -> dict
 def agent_of(consumer: str) -> tuple[str, str] | None:
     """Return the app and the agent of a durable consumer; None where the name is not that of an agent."""
     app, between, agent = consumer.partition("__")
-    return (app, agent) if app and between and agent else None
+    return (app, agent) if app and between and agent and not f"{app}_".startswith(OURS) else None

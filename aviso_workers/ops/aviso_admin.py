@@ -6,7 +6,9 @@ Configuration and consumers stay, and the sequence goes on counting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import structs
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.positions import parse_id
@@ -18,7 +20,8 @@ from aviso_workers.ops.inventory import StoredMessage
 from aviso_workers.state import declarations
 from aviso_workers.state.declarations import AppDeclarations
 
-__all__ = ["delete", "event_streams", "event_type_of", "find", "stream_of", "wipe", "with_declared"]
+MAX_TOLD = 5
+"""How many mistakes of one app are told, and how many of its event types."""
 
 
 async def event_streams(admin: Admin, config: Config) -> dict[str, int]:
@@ -35,7 +38,7 @@ def with_declared(config: Config, stored: Mapping[str, AppDeclarations]) -> tupl
     """Return the configuration with the event types that workers have recorded and it does not have: those that are
     declared in Python; and what is to be told about them.
 
-    An event type that cannot be read, as of a newer version, is left out and told.
+    An event type with mistakes, as of a newer version, is left out and told: an app's workers write what they like.
     """
     found = declarations.event_types(stored, known=config.notification_schema)
     if not found:
@@ -44,14 +47,35 @@ def with_declared(config: Config, stored: Mapping[str, AppDeclarations]) -> tupl
         examined = completed(config, [(name, entry) for name, (entry, _) in found.items()])
     except ConfigError as error:
         return config, [f"event types that workers have recorded are left out: {error}"]
-    told = [f"left out: {mistake}" for mistake in examined.mistakes]
+    told = [(_owner(mistake), f"left out: {mistake:.500}") for mistake in examined.mistakes]
+    recorded = found.keys() & examined.config.notification_schema.keys()
     for name, (entry, others) in sorted(found.items()):
-        if name in examined.config.notification_schema:
-            told.append(f"event type {name} is not in the configuration; it is that of {entry.place}")
+        owner = f"event types of {_owner(str(entry.place))}"
+        if name in recorded:
+            told.append((owner, f"event type {name} is not in the configuration; it is that of {entry.place}"))
         if others:
             apps = ", ".join(others)
-            told.append(f"another event type {name} is that of app {apps}: use its configuration for its agents")
-    return examined.config, told
+            text = f"another event type {name} is that of app {apps}: use its configuration for its agents"
+            told.append((owner, text))
+    return structs.replace(examined.config, recorded=frozenset(recorded)), _shortened(told)
+
+
+def _owner(text: str) -> str:
+    """Return the app at the begin of a mistake or a place."""
+    return text.partition(" (")[0]
+
+
+def _shortened(told: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the texts, of each owner the first few and the number of the others."""
+    by_owner: dict[str, list[str]] = {}
+    for owner, text in told:
+        by_owner.setdefault(owner, []).append(text)
+    lines = []
+    for owner, texts in by_owner.items():
+        lines += texts[:MAX_TOLD]
+        if len(texts) > MAX_TOLD:
+            lines.append(f"{owner}: and {len(texts) - MAX_TOLD} more")
+    return lines
 
 
 async def wipe(admin: Admin, streams: Sequence[str]) -> dict[str, int]:

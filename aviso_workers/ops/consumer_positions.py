@@ -19,8 +19,6 @@ from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.ops import inventory
 
-__all__ = ["Carried", "StreamPlace", "bring_on", "carry", "consumers", "remove"]
-
 UNKNOWN = "no server answers for it, so its position is not known"
 ELECTION_SECONDS = 10.0
 POLL_SECONDS = 0.2

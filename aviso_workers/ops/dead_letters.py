@@ -9,7 +9,7 @@ copies are published together, and when the server has acknowledged them, the de
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from datetime import datetime
 from typing import Any
@@ -19,17 +19,13 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers.backends import Admin, Outgoing, PubAck
-from aviso_workers.backends.provisioning import Provisioner
-from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, Skipped
 from aviso_workers.ops import agent_inventory, inventory
-from aviso_workers.state import dead_letter_records, window_records
-from aviso_workers.state.dead_letter_records import DeadLetter
+from aviso_workers.state import dead_letter_records, own_streams, window_records
+from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
-
-__all__ = ["DeadLetter", "Group", "Selection", "StoredDeadLetters", "document", "grouped", "is_window", "portions"]
 
 TIMEOUT_SECONDS = 10.0
 PORTION = 500
@@ -47,7 +43,9 @@ def _nothing(_dead_letter: DeadLetter) -> None:
 class Selection(Struct, frozen=True, kw_only=True):
     """A selection of dead letters: those to which all stated conditions apply."""
 
+    chosen: frozenset[LetterId] = frozenset()
     sequences: frozenset[int] = frozenset()
+    """Those of one app, or of all apps."""
     app: str | None = None
     agent: str | None = None
     reason: str | None = None
@@ -65,6 +63,7 @@ class Selection(Struct, frozen=True, kw_only=True):
     def takes(self, dead_letter: DeadLetter) -> bool:
         return all(
             (
+                not self.chosen or dead_letter.id in self.chosen,
                 not self.sequences or dead_letter.sequence in self.sequences,
                 self.app is None or dead_letter.app == self.app,
                 self.agent is None or dead_letter.agent == self.agent,
@@ -122,43 +121,57 @@ def grouped(groups: dict[tuple[str, ...], Group], dead_letter: DeadLetter) -> No
 class StoredDeadLetters:
     """The dead letters that a server stores. Every method raises `BackendError`."""
 
-    def __init__(self, admin: Admin, config: Config, *, events: Events) -> None:
-        self._config = config
+    def __init__(self, admin: Admin, *, events: Events) -> None:
         self._events = events
-        self._own_streams = Provisioner(admin, management="reconcile", events=events, removes_replicas=False)
         self._admin = admin
         self._readers: set[tuple[str, str]] = set()
         """Apps and agents that are known to read the retries."""
 
     async def select(self, wanted: Selection) -> AsyncGenerator[DeadLetter, None]:
-        """Yield the selected dead letters, the oldest first. A message that is not a dead letter is reported as
-        `Skipped`.
+        """Yield the selected dead letters, one app after another, the oldest of an app first. A message that is not a
+        dead letter is reported as `Skipped`.
         """
-        if not (info := await inventory.existing(self._admin.stream_info(DEAD_LETTERS))):
+        apps = {app for app, _ in wanted.chosen}
+        if not apps:
+            apps = {wanted.app} if wanted.app else {*await own_streams.apps_with(self._admin, DEAD_LETTERS)}
+        for app in sorted(apps):
+            async with aclosing(self._select_of(app, wanted)) as dead_letters:
+                async for dead_letter in dead_letters:
+                    yield dead_letter
+
+    async def _select_of(self, app: str, wanted: Selection) -> AsyncGenerator[DeadLetter, None]:
+        stream = own_streams.of_app(DEAD_LETTERS, app)
+        if not (info := await inventory.existing(self._admin.stream_info(stream))):
             return  # made with the first dead letter
+        sequences = wanted.sequences | {sequence for of, sequence in wanted.chosen if of == app}
         last = info.last_sequence
         reading = self._admin.read(
-            DEAD_LETTERS,
+            stream,
             filter_subjects=(),
-            start_sequence=min(wanted.sequences, default=1),
-            last_sequence=min(last, max(wanted.sequences, default=last)),
+            start_sequence=min(sequences, default=1),
+            last_sequence=min(last, max(sequences, default=last)),
         )
         async with aclosing(reading):
             async for message in reading:
                 try:
-                    dead_letter = DeadLetter.read(message)
+                    dead_letter = DeadLetter.read(message, app)
                 except UndecodableError as error:
-                    self._events.emit(Skipped(event_type=DEAD_LETTERS, sequence=message.sequence, error=error))
+                    self._events.emit(Skipped(event_type=stream, sequence=message.sequence, error=error))
                     continue
                 if wanted.takes(dead_letter):
                     yield dead_letter
 
-    async def get(self, sequence: int) -> DeadLetter:
-        """Return the dead letter of this sequence. Raises `NotFoundError`."""
-        async with aclosing(self.select(Selection(sequences=frozenset({sequence})))) as dead_letters:
-            async for dead_letter in dead_letters:
-                return dead_letter
-        raise NotFoundError(f"no dead letter {sequence}")
+    async def get(self, sequence: int, app: str | None = None) -> DeadLetter:
+        """Return the dead letter of this sequence, of one app. Raises `NotFoundError`, and `RefusedError` where no app
+        is named and several have one.
+        """
+        wanted = Selection(sequences=frozenset({sequence}), app=app)
+        async with aclosing(self.select(wanted)) as dead_letters:
+            found = [dead_letter async for dead_letter in dead_letters]
+        if not found:
+            raise NotFoundError(f"no dead letter {sequence}" + (f" of app {app}" if app else ""))
+        require_one_app({each.app for each in found})
+        return found[0]
 
     async def count(self) -> int:
         """Return how many dead letters are kept."""
@@ -169,18 +182,19 @@ class StoredDeadLetters:
         each that is, and is not among the dead letters any more. It is not called for one that somebody else has
         retried or dropped meanwhile. One that is retried and dropped at the same time is handed back.
 
-        Raises `RefusedError`, with nothing done, where no worker of one of these agents has ever been there to take
-        its dead letter. Where a copy cannot be stored, its dead letter stays, those whose copies are stored are
-        deleted, and the error is raised. `BackendError` is also raised where some
-        were handed back and cannot be deleted.
+        Where no worker of an agent has ever been there to take its dead letters, or a copy cannot be stored, these dead
+        letters stay, the others are handed back, and the error is raised: `RefusedError` in the first case.
+        `BackendError` is also raised where some were handed back and cannot be deleted.
         """
-        for dead_letter in dead_letters:
-            await self._require_reader(dead_letter)
         failures: list[BackendError] = []
-        copied = await self._copy([dead_letter for dead_letter in dead_letters if not is_window(dead_letter)], failures)
-        copied += await self._put_back(
-            [dead_letter for dead_letter in dead_letters if is_window(dead_letter)], failures
-        )
+        for app, agent in sorted({(each.app, each.agent) for each in dead_letters}):
+            try:
+                await self._require_reader(app, agent)
+            except RefusedError as error:
+                failures.append(error)
+        taken = [each for each in dead_letters if (each.app, each.agent) in self._readers]
+        copied = await self._copy([dead_letter for dead_letter in taken if not is_window(dead_letter)], failures)
+        copied += await self._put_back([dead_letter for dead_letter in taken if is_window(dead_letter)], failures)
         # The copy is in the retries: that the dead letter's own bytes stay on disk for a while as well changes nothing.
         try:
             await self._delete(copied, note, overwrite=False)
@@ -202,7 +216,7 @@ class StoredDeadLetters:
         `failures`.
         """
         copies = [dead_letter_records.retry_of(dead_letter) for dead_letter in dead_letters]
-        outgoing = [Outgoing(message, message_id, RETRIES) for message, message_id in copies]
+        outgoing = [Outgoing(message, message_id, stream) for message, message_id, stream in copies]
         results = await self._admin.publish_many(outgoing, timeout_seconds=TIMEOUT_SECONDS) if outgoing else []
         failures += [result for result in results if isinstance(result, BackendError)]
         return [
@@ -238,7 +252,7 @@ class StoredDeadLetters:
         async def delete_some() -> None:
             for dead_letter in left:
                 try:
-                    ours = await self._delete_message(dead_letter.sequence, overwrite=overwrite)
+                    ours = await self._delete_message(dead_letter, overwrite=overwrite)
                 except BackendError as error:
                     failures.append(error)
                     return
@@ -251,27 +265,33 @@ class StoredDeadLetters:
         if failures:
             raise failures[0]
 
-    async def _delete_message(self, sequence: int, *, overwrite: bool) -> bool:
+    async def _delete_message(self, dead_letter: DeadLetter, *, overwrite: bool) -> bool:
         """Return whether it was there: else somebody else was faster."""
+        stream = own_streams.of_app(DEAD_LETTERS, dead_letter.app)
         with suppress(NotFoundError):
-            await self._admin.delete_message(DEAD_LETTERS, sequence, overwrite=overwrite)
+            await self._admin.delete_message(stream, dead_letter.sequence, overwrite=overwrite)
             return True
         return False
 
-    async def _require_reader(self, dead_letter: DeadLetter) -> None:
-        """Raise `RefusedError` unless the agent has a consumer of the retries: else the dead letter would wait there
+    async def _require_reader(self, app: str, agent: str) -> None:
+        """Raise `RefusedError` unless the agent has a consumer of the retries: else its dead letters would wait there
         for ever.
         """
-        if (dead_letter.app, dead_letter.agent) in self._readers:
+        if (app, agent) in self._readers:
             return
-        await self._own_streams.ensure(dead_letter_records.retries_spec(self._config))
-        durable = agents.durable_name(dead_letter.app, dead_letter.agent)
-        if not await inventory.existing(self._admin.consumer_info(RETRIES, durable)):
+        retries = own_streams.of_app(RETRIES, app)
+        if not await inventory.existing(self._admin.consumer_info(retries, agents.durable_name(app, agent))):
             raise RefusedError(
-                f"agent {dead_letter.agent} of app {dead_letter.app} has no consumer for retries: "
-                "start a worker of the app first. The dead letters are unchanged"
+                f"agent {agent} of app {app} has no consumer for retries: start a worker of the app first. The dead "
+                "letters are unchanged"
             )
-        self._readers.add((dead_letter.app, dead_letter.agent))
+        self._readers.add((app, agent))
+
+
+def require_one_app(apps: Collection[str]) -> None:
+    """Raise `RefusedError` where dead letters that were asked for by their sequences are of several apps."""
+    if len(apps) > 1:
+        raise RefusedError(f"apps {', '.join(sorted(apps))} have dead letters of these sequences: name the app")
 
 
 def is_window(dead_letter: DeadLetter) -> bool:

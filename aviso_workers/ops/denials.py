@@ -9,11 +9,10 @@ from typing import TypeVar
 
 from aviso_workers.errors import DeniedError
 
-__all__ = ["Denials", "asked", "noted", "text_of"]
-
 T = TypeVar("T")
 OWN_NAME = re.compile(r"(?<=\.CONSUMER\.MSG\.NEXT\.)([^.]+)\..+")
 """In the subject of a pull: the consumer, which a reader makes for itself."""
+NOT_KNOWN = "not known, since "
 NO_ANSWERS = "violation for subscription to"
 
 
@@ -29,17 +28,21 @@ class Denials:
 
     def text(self, *parts: str) -> str:
         """Return in a sentence without its full stop what was denied of these parts, and the cure; else nothing."""
-        return _sentence(subjects) if (subjects := self.subjects(*parts)) else ""
+        return f"{NOT_KNOWN}{reason}" if (reason := self.reason(*parts)) else ""
+
+    def reason(self, *parts: str) -> str:
+        """Return the same as the end of a sentence, without that it is not known."""
+        return _reason(subjects) if (subjects := self.subjects(*parts)) else ""
 
 
 def text_of(error: DeniedError) -> str:
     """Return the same sentence of one error."""
-    return str(error) if NO_ANSWERS in str(error) else _sentence([_subject(error)])
+    return str(error) if NO_ANSWERS in str(error) else f"{NOT_KNOWN}{_reason([_subject(error)])}"
 
 
-def _sentence(subjects: list[str]) -> str:
+def _reason(subjects: list[str]) -> str:
     cure = "give it the role operator (`aviso-workers server render --role operator`)"
-    return f"not known, since the server denies our user {', '.join(subjects)}: {cure}"
+    return f"the server denies our user {', '.join(subjects)}: {cure}"
 
 
 def _subject(error: DeniedError) -> str:

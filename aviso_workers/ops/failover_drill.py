@@ -21,8 +21,6 @@ from aviso_workers.ops import promotion
 from aviso_workers.ops.promotion import Promotion
 from aviso_workers.state.own_streams import DRILL, DRILL_MIRROR
 
-__all__ = ["FailoverDrill", "rehearse"]
-
 ORIGIN, MIRROR = DRILL, DRILL_MIRROR
 SUBJECT = "aviso_workers.drill"
 PUBLISH_SECONDS = 1.0

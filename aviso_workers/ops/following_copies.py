@@ -34,8 +34,6 @@ from aviso_workers.ops import consumer_positions, inventory, stream_copies, stre
 from aviso_workers.ops.consumer_positions import StreamPlace
 from aviso_workers.ops.mirrors import COPY_OF, NOWHERE
 
-__all__ = ["Followed", "follow", "is_begun"]
-
 BATCH = 500
 """Messages that are appended at a time."""
 POLL_SECONDS = 1.0

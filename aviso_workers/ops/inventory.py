@@ -21,21 +21,6 @@ from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.task_groups import task_group
 
-__all__ = [
-    "Gaps",
-    "ResourceUse",
-    "StoredMessage",
-    "account",
-    "consumers",
-    "count",
-    "direct_message",
-    "existing",
-    "gaps",
-    "message",
-    "messages_before",
-    "streams",
-]
-
 ASK_AGAIN_SECONDS = 1.0
 DETAILS_SECONDS = 60.0
 """A stream may have millions of gaps, and a server lists each."""
@@ -236,7 +221,7 @@ def _uses(found: info.Use, *, of: str) -> Iterator[ResourceUse]:
         ("bytes reserved in memory", "reserved_memory", "max_memory"),
         ("bytes reserved on disk", "reserved_storage", "max_storage"),
         ("streams", "streams", "max_streams"),
-        ("consumers", "consumers", "max_consumers"),
+        ("consumers; the limit is for each stream", "consumers", "max_consumers"),
     ):
         yield ResourceUse(what=f"{what}{of}", used=getattr(found, used), limit=getattr(found.limits, limit))
 

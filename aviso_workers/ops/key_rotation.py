@@ -34,8 +34,6 @@ from aviso_workers.server.readiness import Tell
 from aviso_workers.server.store import GLOBAL_ACCOUNT, Asset
 from aviso_workers.server.store_swap import Replacement
 
-__all__ = ["Rotated", "rotate"]
-
 NEW, PREVIOUS = "jetstream.new", "jetstream.previous"
 """Directories beside a store: the one that is filled, and the start of the name of the one that was replaced."""
 USER = "aviso-workers-rotate-key"

@@ -16,19 +16,6 @@ from aviso_workers.jetstream.info import Cluster, StreamConfig
 from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.state import consumer_records
 
-__all__ = [
-    "Purge",
-    "check_purge_allowed",
-    "peers",
-    "plan_purge",
-    "purge",
-    "remove_consumer",
-    "remove_peer",
-    "remove_stream",
-    "seal",
-    "step_down",
-]
-
 ELECTION_SECONDS = 10.0
 ASK_SECONDS = 5.0
 ANSWER_SECONDS = 0.5

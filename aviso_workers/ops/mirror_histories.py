@@ -26,8 +26,6 @@ from aviso_workers.backends import Admin, Management, Message
 from aviso_workers.errors import BackendError
 from aviso_workers.jetstream.info import StreamInfo
 
-__all__ = ["HistoryComparison", "compare"]
-
 SPREAD = 16
 """Places between the first and the last sequence that both can have."""
 BEFORE_CREATION = 4

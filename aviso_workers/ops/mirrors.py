@@ -23,18 +23,6 @@ from aviso_workers.jetstream.info import SourceInfo, StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import mirror_histories
 
-__all__ = [
-    "COPY_OF",
-    "NOWHERE",
-    "PROMOTED",
-    "STALE_SECONDS",
-    "Fenced",
-    "Link",
-    "Mirrors",
-    "fence",
-    "unfence",
-]
-
 STALE_SECONDS = monitoring.STALE_SECONDS
 """A mirror without contact for so long is not following: an idle origin sends a heartbeat every few seconds."""
 PROMOTED = "aviso-workers-promoted-from"

@@ -1,11 +1,11 @@
 """The least permissions with which each role works, for the users of a nats-server.
 
 `server render --role` prints them. What a worker needs follows from its app: the streams that its agents read, the
-consumers by which they do, and the buckets of its state. Where an operator creates streams (`stream_management:
-observe`), no other role may.
+consumers by which they do, and the buckets of its state. No role but `operator` may create or update a stream: who may
+do that can read and write everything of the account (`streams apply --role` makes what the others need).
 
-A replay reads by a consumer that the server names. So a user who may replay a stream may also take from the
-consumers of others on it, and delete them.
+A replay reads by a consumer. On a stream that several apps share, its name is one of the app's own
+(`jetstream.reader_names`), and no role but `operator` may use another one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.declare.tables import Counter
-from aviso_workers.jetstream.specs import UNREADABLE
-from aviso_workers.state import dead_letter_records, delayed_messages, own_buckets, query_records, table_records
-from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, DELAYED, RETRIES
-
-__all__ = ["BRIDGE", "Role", "beyond", "of_operator", "of_publisher", "of_spark", "of_worker"]
+from aviso_workers.jetstream import reader_names
+from aviso_workers.jetstream.specs import SCHEDULES
+from aviso_workers.state import (
+    dead_letter_records,
+    delayed_messages,
+    own_buckets,
+    own_streams,
+    query_records,
+    table_records,
+)
+from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, RETRIES
 
 Role = Literal["worker", "publisher", "operator", "bridge", "spark"]
 
@@ -43,13 +49,13 @@ def of_publisher(config: Config, *, user: str = "") -> Permissions:
 
 def of_worker(app: Router, config: Config, *, buckets: Iterable[str] = (), user: str = "") -> Permissions:
     """Return the permissions of a worker of the app; `buckets` are those that its code opens by name."""
-    api = _Api(config, user)
+    api = _Api(config, user, owner=app.name)
     return _permissions(_working(api, app, buckets), subscribe=(api.inboxes,))
 
 
 def of_spark(config: Config, *, user: str = "") -> Permissions:
     """Return what the drivers and executors of Spark need to read and write notifications of all event types."""
-    api = _Api(config, user)
+    api = _Api(config, user, owner=reader_names.SPARK)
     return _permissions(_spark(api), subscribe=(api.inboxes,))
 
 
@@ -65,13 +71,12 @@ BEYOND = {
     ".STREAM.INFO.": "a user who may publish to any stream can have the server store its acknowledgement under any "
     "subject of the account, by the reply subject of a publish: below other bases, and in the state of workers; put "
     "users who must not do so into accounts of their own (server.accounts.NAME.publishes)",
-    ".STREAM.CREATE.": "a user who may create or update a stream can have the server publish to any subject of the "
-    "account, by the stream's `republish`; with stream_management: observe, operators alone may",
     ".CONSUMER.CREATE.": "a user who may replay a stream can have the server deliver it to any subject of the account, "
-    "and change the consumers of others on it; put apps that must not do so to each other into accounts of their own",
-    f"{delayed_messages.SUBJECT}.wait.": "a user who may have messages delivered later can remove those of other event "
-    f"types; take out the lines with {delayed_messages.SUBJECT} and {DELAYED} where no message "
-    "is delayed",
+    "by the reply subject of a pull request; put apps that must not do so to each other into accounts of their own",
+    f"{delayed_messages.SUBJECT}.": "a user who may have messages delivered later can remove and replace what others "
+    "have delayed for the same event types, and a worker can change the consumers by which the workers of all apps "
+    f"deliver these; take out the lines with {delayed_messages.SUBJECT} and {SCHEDULES} where no "
+    "message is delayed",
 }
 """By a part of a subject: what a server lets its publishers do beyond that subject."""
 SHARED_INBOX = (
@@ -89,59 +94,46 @@ def beyond(granted: Permissions) -> list[str]:
 
 
 class _Api:
-    """The subjects of JetStream's API for a stream and its consumers."""
+    """The subjects of JetStream's API for a stream and its consumers. The `owner` reads streams of several apps."""
 
-    def __init__(self, config: Config, user: str) -> None:
+    def __init__(self, config: Config, user: str, owner: str = "") -> None:
         jetstream = config.notification_backend.jetstream
         self.config = config
+        self.owner = owner
         self.prefix = jetstream.api
         self.inboxes = f"{inboxes.prefix(jetstream, user or credentials.user(jetstream))}.>"
-        self.creates = jetstream.stream_management != "observe"
 
-    def use(self, stream: str, *, updates: bool = True) -> Iterator[str]:
-        """Yield the subjects to read a stream's state, and to create and update it where the role may do that."""
-        yield f"{self.prefix}.STREAM.INFO.{stream}"
-        if self.creates:
-            yield f"{self.prefix}.STREAM.CREATE.{stream}"
-        if self.creates and updates:
-            yield f"{self.prefix}.STREAM.UPDATE.{stream}"
+    def info(self, stream: str) -> str:
+        return f"{self.prefix}.STREAM.INFO.{stream}"
 
     def read(self, stream: str) -> Iterator[str]:
-        yield f"{self.prefix}.CONSUMER.CREATE.{stream}"
-        yield f"{self.prefix}.CONSUMER.MSG.NEXT.{stream}.*"
-        yield f"{self.prefix}.CONSUMER.DELETE.{stream}.*"
         yield self.get(stream)
+        names = reader_names.names(self.owner, stream)
+        if not names:
+            yield f"{self.prefix}.CONSUMER.CREATE.{stream}"
+        for name in names:
+            yield f"{self.prefix}.CONSUMER.CREATE.{stream}.{name}"
+        for name in names or ("*",):
+            yield f"{self.prefix}.CONSUMER.MSG.NEXT.{stream}.{name}"
+            yield f"{self.prefix}.CONSUMER.DELETE.{stream}.{name}"
 
     def get(self, stream: str) -> str:
         return f"{self.prefix}.STREAM.MSG.GET.{stream}"
 
-    def consume(self, stream: str, durable: str, *, reads: bool, singleton: bool = False) -> Iterator[str]:
-        """Yield the subjects to consume a stream by a durable. With `reads` the role may `read` the stream as well,
-        which includes one of them.
-        """
+    def consume(self, stream: str, durable: str, *, singleton: bool = False) -> Iterator[str]:
+        """Yield the subjects to consume a stream by a durable."""
         yield f"{self.prefix}.CONSUMER.CREATE.{stream}.{durable}"
         yield f"{self.prefix}.CONSUMER.INFO.{stream}.{durable}"
         yield f"$JS.ACK.{stream}.{durable}.>"
-        if not reads:
-            yield f"{self.prefix}.CONSUMER.MSG.NEXT.{stream}.{durable}"
+        yield f"{self.prefix}.CONSUMER.MSG.NEXT.{stream}.{durable}"
         if singleton:
             yield f"{self.prefix}.CONSUMER.UNPIN.{stream}.{durable}"
 
-    def before_creating(self) -> Iterator[str]:
-        """Yield the subjects of requests before a stream is created: servers' versions, and streams they cannot
-        read.
-        """
-        if self.creates:
-            yield PING
-            yield f"{self.prefix}.STREAM.INFO.{UNREADABLE}"
-            yield f"{self.prefix}.STREAM.CREATE.{UNREADABLE}"
-
 
 def _storing(api: _Api) -> Iterator[str]:
-    yield from api.before_creating()
     yield from _bases(api.config)
     for stream in _event_streams(api.config):
-        yield from api.use(stream)
+        yield api.info(stream)
 
 
 def _spark(api: _Api) -> Iterator[str]:
@@ -149,45 +141,54 @@ def _spark(api: _Api) -> Iterator[str]:
     yield from _storing(api)
     for stream in _event_streams(api.config):
         yield from api.read(stream)
-    yield from _bucket(api, query_records.BUCKET, updates=False)
+        yield from _bucket(api, query_records.bucket_of(stream))
 
 
 def _publishing(api: _Api) -> Iterator[str]:
     yield from _storing(api)
     for stream in _event_streams(api.config):
-        yield f"{delayed_messages.SUBJECT}.wait.{stream}.*"
-    yield from api.use(DELAYED)
-    yield f"{api.prefix}.STREAM.PURGE.{DELAYED}"  # `cancel`
+        schedules = delayed_messages.stream_of(stream)
+        yield delayed_messages.all_waiting(stream)
+        yield api.info(schedules)
+        yield f"{api.prefix}.STREAM.PURGE.{schedules}"  # `cancel`
 
 
 def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
     yield from _publishing(api)
     yield from _lineage(api.config)
     for stream in _event_streams(api.config):
+        schedules = delayed_messages.stream_of(stream)
         yield from api.read(stream)
+        yield from api.read(schedules)
+        yield f"{api.prefix}.STREAM.MSG.DELETE.{schedules}"
+        yield from api.consume(schedules, delayed_messages.DURABLE)
     for agent in app.agents:
         yield from _agent(api, app, agent)
     if app.agents:
         yield from _dead_letters(api, app)
-    yield from api.read(DELAYED)
-    yield f"{api.prefix}.STREAM.MSG.DELETE.{DELAYED}"
-    yield from api.consume(DELAYED, delayed_messages.DURABLE, reads=True)
+    yield from _own_buckets(api, app)
+    for bucket in buckets:
+        yield from _bucket(api, bucket)
+        yield from api.read(f"KV_{bucket}")
+    for name, table in app.tables.items():
+        if isinstance(table, Counter):
+            yield f"{table_records.COUNTERS_SUBJECT}.{app.name}.{name}.>"
+            yield api.info(own_streams.of_app(COUNTERS, app.name))
+            yield from api.read(own_streams.of_app(COUNTERS, app.name))
+
+
+def _own_buckets(api: _Api, app: Router) -> Iterator[str]:
     own = own_buckets.of_app(app.name, agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables)
     for bucket in (*own.by_key, *own.listed):
         yield from _bucket(api, bucket)
     for bucket in own.written:
         yield f"$KV.{bucket}.>"
-        yield from api.use(f"KV_{bucket}")
+        yield api.info(f"KV_{bucket}")
+    for bucket in own.obeyed:
+        yield api.info(f"KV_{bucket}")
+        yield api.get(f"KV_{bucket}")
     for bucket in own.listed:
         yield from api.read(f"KV_{bucket}")
-    for bucket in buckets:
-        yield from _bucket(api, bucket, updates=False)
-        yield from api.read(f"KV_{bucket}")
-    for name, table in app.tables.items():
-        if isinstance(table, Counter):
-            yield f"{table_records.COUNTERS_SUBJECT}.{app.name}.{name}.>"
-            yield from api.use(COUNTERS)
-            yield from api.read(COUNTERS)
 
 
 def _lineage(config: Config) -> Iterator[str]:
@@ -198,20 +199,20 @@ def _lineage(config: Config) -> Iterator[str]:
 def _agent(api: _Api, app: Router, agent: Agent[Any, Any]) -> Iterator[str]:
     stream = streams.event_stream(agent.event_type, api.config.notification_schema[agent.event_type], api.config).name
     durable, singleton = agent.durable_name(app.name), agent.policy.singleton
-    yield from api.consume(stream, durable, reads=True, singleton=singleton)
-    yield from api.consume(RETRIES, durable, reads=True, singleton=singleton)
+    yield from api.consume(stream, durable, singleton=singleton)
+    yield from api.consume(own_streams.of_app(RETRIES, app.name), durable, singleton=singleton)
 
 
 def _dead_letters(api: _Api, app: Router) -> Iterator[str]:
     yield f"{dead_letter_records.SUBJECT}.{app.name}.>"
-    yield from api.use(DEAD_LETTERS)
-    yield from api.read(DEAD_LETTERS)
-    yield from api.use(RETRIES)
+    yield api.info(own_streams.of_app(DEAD_LETTERS, app.name))
+    yield api.get(own_streams.of_app(DEAD_LETTERS, app.name))
+    yield api.info(own_streams.of_app(RETRIES, app.name))
 
 
-def _bucket(api: _Api, bucket: str, *, updates: bool = True) -> Iterator[str]:
+def _bucket(api: _Api, bucket: str) -> Iterator[str]:
     yield f"$KV.{bucket}.>"
-    yield from api.use(f"KV_{bucket}", updates=updates)
+    yield api.info(f"KV_{bucket}")
     yield api.get(f"KV_{bucket}")
 
 

@@ -24,8 +24,6 @@ from aviso_workers.ops import consumer_positions, mirror_histories, mirrors
 from aviso_workers.ops.consumer_positions import Carried, StreamPlace
 from aviso_workers.ops.mirrors import ORIGIN_SECONDS, PROMOTED, Fenced
 
-__all__ = ["Promotion", "promote"]
-
 ASK_AGAIN_SECONDS = 0.05
 UNFENCE_SECONDS = 10.0
 

@@ -25,8 +25,6 @@ from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import stream_pairs
 from aviso_workers.ops.mirrors import PROMOTED
 
-__all__ = ["Recovered", "Recovery", "opened"]
-
 RECOVERED = "Aviso-Workers-Recovered"
 """The header of what was published again: when its stream was created, and its sequence there."""
 LEFT_OUT = ("Nats-Expected-", "Nats-Batch-", "Nats-Rollup", RECOVERED)

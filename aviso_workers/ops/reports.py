@@ -1,7 +1,6 @@
 """Reports on streams and consumers from two snapshots of a server: a single one does not show whether anything changes.
 
-Called by the commands `report streams`, `consumers ls` and `top`. A snapshot is one request for all streams and one or
-more for each that has consumers, which a server lists some hundreds at a time. What is made of two snapshots is pure.
+Called by the commands `report streams`, `consumers ls` and `top`, and by the console.
 """
 
 from __future__ import annotations
@@ -16,43 +15,15 @@ from msgspec import Struct
 
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
-from aviso_workers.errors import NotFoundError, ServerProcessError
-from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
-from aviso_workers.ops import agent_inventory, inventory, retried, stuck
-from aviso_workers.ops.agent_inventory import Recorded
-from aviso_workers.ops.denials import Denials
+from aviso_workers.errors import ServerProcessError
+from aviso_workers.jetstream.info import Cluster, StreamInfo
+from aviso_workers.ops import agent_report
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.monitoring_port import Monitored
-from aviso_workers.ops.inventory import Listing
-from aviso_workers.task_groups import task_group
+from aviso_workers.ops.health import Judgement, why_stuck
+from aviso_workers.ops.snapshots import ServerSnapshot
 
-__all__ = [
-    "ConsumerRow",
-    "ServerRow",
-    "ServerSnapshot",
-    "StreamRow",
-    "consumers",
-    "servers",
-    "streams",
-    "take",
-]
-AT_ONCE = 32
-"""The most streams whose consumers are listed side by side."""
-
-
-class ServerSnapshot(Struct, frozen=True, kw_only=True):
-    """A snapshot of the streams and consumers of a server."""
-
-    at: float
-    """Seconds of a monotonic clock."""
-    streams: dict[str, StreamInfo]
-    unavailable: list[str]
-    """Streams and, as `STREAM > CONSUMER`, consumers for which no server answers: they are in none of the others."""
-    consumers: dict[tuple[str, str], ConsumerInfo]
-    """By stream and name."""
-    recorded: Recorded
-    denied: Denials
-    """What the server denies our user of it."""
+SEALED = "sealed: it takes no publish any more"
 
 
 class StreamRow(Struct, frozen=True, kw_only=True):
@@ -80,6 +51,11 @@ class StreamRow(Struct, frozen=True, kw_only=True):
     """The server that leads; empty where there is none, or the server is in no cluster."""
     sealed: bool
     trouble: str
+
+    @property
+    def note(self) -> str:
+        """The trouble, or else that it is sealed, which may be meant so; empty where it is neither."""
+        return self.trouble or (SEALED if self.sealed else "")
 
 
 class ServerRow(Struct, frozen=True, kw_only=True):
@@ -114,7 +90,7 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
     """The time of the last acknowledgement; None where there was none since its server was started."""
     paused: bool
     stuck: str
-    """Why it is stuck, by the rule of `ops.stuck`; empty where it is not."""
+    """Why somebody should look at it; empty where nobody needs to. Of a consumer of an agent it says how that is."""
 
     @property
     def lag(self) -> int:
@@ -127,42 +103,6 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
         if self.lag == 0:
             return 0.0
         return self.lag / -self.rate if self.rate < 0 else None
-
-
-async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
-    """Take a snapshot of all streams and their consumers, or of the consumers of one `stream`. What is denied is left
-    out. Raises `BackendError`, and `NotFoundError` where there is no such stream.
-    """
-    denied, listed = Denials(), Listing[StreamInfo](found=[], unavailable=[])
-    if not stream:
-        listed = await inventory.streams(admin, denied=denied)
-    streams, away = {each.name: each for each in listed.found}, [*listed.unavailable]
-    consumers: dict[tuple[str, str], ConsumerInfo] = {}
-    limiter = anyio.CapacityLimiter(AT_ONCE)
-
-    async def list_consumers(name: str) -> None:
-        async with limiter:
-            try:
-                found = await inventory.consumers(admin, name, denied=denied)
-            except NotFoundError:
-                if stream:
-                    raise
-                streams.pop(name)  # it was deleted meanwhile
-            else:
-                consumers.update({(name, each.name): each for each in found.found})
-                away.extend(f"{name} > {consumer}" for consumer in found.unavailable)
-
-    async with task_group() as tasks:  # a server waits for those that do not answer
-        for name in [stream] if stream else [name for name, found in streams.items() if found.consumers]:
-            tasks.start_soon(list_consumers, name)
-    return ServerSnapshot(
-        at=anyio.current_time(),
-        streams=streams,
-        unavailable=sorted(away),
-        consumers=consumers,
-        recorded=await agent_inventory.recorded(admin, denied=denied),
-        denied=denied,
-    )
 
 
 def streams(now: ServerSnapshot, before: ServerSnapshot) -> list[StreamRow]:
@@ -202,7 +142,8 @@ def _server_row(found: Monitored) -> ServerRow:
 
 def consumers(now: ServerSnapshot, before: ServerSnapshot) -> list[ConsumerRow]:
     """Return a row for each consumer, the largest lag first."""
-    rows = [_consumer_row(key, now, before) for key in now.consumers]
+    judged = agent_report.by_consumer(now, before)
+    rows = [_consumer_row(key, now, before, judged.get(key)) for key in now.consumers]
     return sorted(rows, key=lambda row: (-row.lag, row.stream, row.consumer))
 
 
@@ -226,7 +167,9 @@ def _stream_row(name: str, now: ServerSnapshot, before: ServerSnapshot) -> Strea
     )
 
 
-def _consumer_row(key: tuple[str, str], now: ServerSnapshot, before: ServerSnapshot) -> ConsumerRow:
+def _consumer_row(
+    key: tuple[str, str], now: ServerSnapshot, before: ServerSnapshot, agent: Judgement | None
+) -> ConsumerRow:
     found = now.consumers[key]
     known = before.consumers.get(key, found)
     return ConsumerRow(
@@ -240,9 +183,7 @@ def _consumer_row(key: tuple[str, str], now: ServerSnapshot, before: ServerSnaps
         deliveries=found.deliveries,
         last_settled=found.last_settled,
         paused=found.paused,
-        stuck=stuck.why_stuck(
-            found, known, now.recorded.consumers.get(key), retried.blocked(now.recorded.failures, key[0], found)
-        ),
+        stuck=why_stuck(found, known) if agent is None else agent.text if agent.needs else "",
     )
 
 
@@ -255,5 +196,4 @@ def _trouble(found: StreamInfo) -> str:
         return f"{len(found.lost.msgs)} messages are lost: a block is damaged"
     if found.cluster != Cluster() and not found.cluster.leader:
         return "it has no leader"
-    behind = [peer.name for peer in found.cluster.followers if peer.offline or not peer.current]
-    return f"not current: {', '.join(behind)}" if behind else ""
+    return f"not current: {', '.join(found.behind)}" if found.behind else ""

@@ -23,13 +23,12 @@ from aviso_workers.state import (
     dead_letter_records,
     declarations,
     failure_counts,
+    orders,
     own_buckets,
+    own_streams,
     table_records,
-    worker_records,
 )
 from aviso_workers.state.own_streams import COUNTERS, RETRIES
-
-__all__ = ["Retirement", "plan", "retire", "why_active"]
 
 BUCKET = "KV_"
 ACTIVE = timedelta(minutes=5)
@@ -140,17 +139,15 @@ async def retire(admin: Admin, plan: Retirement) -> None:
 
 
 async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str], int]:
-    """Return the number of messages to purge by stream and subject: the retries, and the counters and workers of the
-    app or the failure counts of the agent.
+    """Return the number of messages to purge by stream and subject: the retries, and the counters of the app or the
+    failure counts and decisions of the agent.
     """
-    wanted = [(RETRIES, dead_letter_records.retry_subject(owner, agent or "*"))]
+    wanted = [(own_streams.of_app(RETRIES, owner), dead_letter_records.retry_subject(owner, agent or "*"))]
     if not agent:
-        wanted.append((COUNTERS, f"{table_records.COUNTERS_SUBJECT}.{owner}.>"))
-        wanted.append((f"KV_{worker_records.BUCKET}", f"$KV.{worker_records.BUCKET}.{owner}.>"))
+        wanted.append((own_streams.of_app(COUNTERS, owner), f"{table_records.COUNTERS_SUBJECT}.{owner}.>"))
     if agent:
-        wanted.append(
-            (f"KV_{owner}{failure_counts.BUCKET_SUFFIX}", f"$KV.{owner}{failure_counts.BUCKET_SUFFIX}.{agent}.>")
-        )
+        failures = failure_counts.bucket_of(owner)
+        wanted += [(f"KV_{bucket}", f"$KV.{bucket}.{agent}.>") for bucket in (failures, orders.bucket_of(owner))]
     found = {}
     for stream, subject in wanted:
         with suppress(NotFoundError):

@@ -32,8 +32,6 @@ from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.verification import read_contents
 from aviso_workers.ops.consumer_positions import StreamPlace
 
-__all__ = ["Moved", "move_all"]
-
 TRIES = 3
 CHUNKS_AHEAD = 16
 CHUNK_BYTES = 2**19

@@ -24,8 +24,6 @@ from aviso_workers.spark import job_events
 from aviso_workers.spark.job_events import EVENT_TYPE, SparkApplication
 from aviso_workers.spark.rest import ENDED, RUNNING, SparkRest, States
 
-__all__ = ["NOT_PUBLISHED", "Comparison", "Incomparable", "PublishedStates", "StateDifference", "compare", "reconcile"]
-
 KINDS = ("application", "job", "stage", "sql")
 LOST = "lost"
 NOT_PUBLISHED = "not published"

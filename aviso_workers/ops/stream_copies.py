@@ -27,8 +27,6 @@ from aviso_workers.ops.backups import Drill, Progress, Restored
 from aviso_workers.ops.backups.restoration import taken
 from aviso_workers.ops.mirrors import COPY_OF, NOWHERE
 
-__all__ = ["Copied", "copy", "is_fenced", "release", "subjects_of"]
-
 AT_WORK = ("sources", "republish", "subject_transform")
 """Settings that a copy does not have before it is whole."""
 OFF = {"allow_atomic": False, "allow_batched": False, "deny_delete": False, "deny_purge": False, "sealed": False}

@@ -10,8 +10,6 @@ from contextlib import aclosing
 
 from aviso_workers.backends import Admin, Message
 
-__all__ = ["read", "side_by_side"]
-
 
 async def read(admin: Admin, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
     """Yield the messages of a stream between two sequences; none where the stream is known to end before."""

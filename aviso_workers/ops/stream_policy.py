@@ -5,25 +5,26 @@ As configured, as they are on the server, and the way from one to the other. Cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import aclosing, suppress
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.backends import Admin, StreamInfo
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
-from aviso_workers.errors import RefusedError, UnknownEventTypeError
+from aviso_workers.errors import NotFoundError, RefusedError, UnknownEventTypeError
 from aviso_workers.events import Events
 from aviso_workers.jetstream import plans as planning
 from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.fields import as_jetstream, readable
-from aviso_workers.jetstream.info import ConsumerConfig
-from aviso_workers.jetstream.plans import ConsumerPlan, Plan, Stored
-from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import inventory
-
-__all__ = ["PolicyRow", "carry_out", "effective_policy", "plans", "sections"]
+from aviso_workers.jetstream.info import ConsumerConfig, StreamConfig
+from aviso_workers.jetstream.plans import ConsumerPlan, Difference, Plan, Stored
+from aviso_workers.jetstream.specs import KEY_ORDER, StreamSpec
+from aviso_workers.ops import agent_inventory, inventory
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.state import delayed_messages
 
 
 class PolicyRow(Struct, frozen=True, kw_only=True):
@@ -47,20 +48,30 @@ def sections(config: Config) -> dict[str, str]:
     return dict.fromkeys(config.streams, "streams") | dict.fromkeys(of_events, "notification_schema")
 
 
-async def plans(admin: Admin, config: Config) -> list[Plan | ConsumerPlan]:
-    """Return the plans for all configured streams, each followed by those for its consumers.
+async def plans(admin: Admin, config: Config, own: Iterable[StreamSpec] = ()) -> list[Plan | ConsumerPlan]:
+    """Return the plans for all configured streams, each followed by those for its consumers, and for `own` ones
+    (`role_streams`), which are created, or get replicas. Those of delayed notifications are left out where the server
+    is too old to keep these.
 
     Raises `BackendError`.
     """
     provisioner = _provisioner(admin, config)
     found: list[Plan | ConsumerPlan] = []
     for spec in _specs(config):
-        found.append(await provisioner.plan(spec))
+        found.append(await _planned(admin, provisioner, spec))
         declared = config.streams.get(spec.name)
         for name, consumer in declared.consumers.items() if declared else ():
             info = await inventory.existing(admin.consumer_info(spec.name, name))
             at_server = dict(info.config) if info else None
             found.append(planning.consumer_plan(spec.name, name, as_jetstream(consumer), at_server))
+    for spec in own:
+        if delayed_messages.event_stream_of(spec.name) and not delayed_messages.is_served(admin):
+            continue  # nothing waits on a server that is too old
+        planned = await provisioner.plan(spec)
+        if planned.exists:  # the rest is up to the workers, one of which may need more
+            planned = await provisioner.plan(StreamSpec(name=spec.name, num_replicas=spec.num_replicas))
+            planned = structs.replace(planned, unstated=())
+        found.append(planned)
     return found
 
 
@@ -68,29 +79,84 @@ def differences(config: Config, found: Mapping[str, StreamInfo]) -> dict[str, li
     """Return how the configured streams among these differ from the configuration, by name, in words; those that do not
     are left out. How many messages an update would remove is not asked for.
     """
-    plans = [planning.plan(spec, found[spec.name].config, Stored()) for spec in _specs(config) if spec.name in found]
     return {
         plan.stream: [str(each) for each in (*plan.differences, *plan.removing, *plan.fixed)]
-        for plan in plans
+        for plan in _plans_of(config, found)
         if plan.needed or plan.fixed
     }
 
 
-async def carry_out(admin: Admin, config: Config, plan: Plan | ConsumerPlan, *, removals: bool = False) -> None:
-    """Carry out a plan as far as possible; stored messages are removed only with `removals`.
+def sealed(config: Config, found: Mapping[str, StreamInfo]) -> frozenset[str]:
+    """Return the names of those of these streams that are sealed, and are to take publishes by the configuration."""
+    return frozenset(plan.stream for plan in _plans_of(config, found) if plan.sealed)
+
+
+async def carry_out(
+    admin: Admin, config: Config, plan: Plan | ConsumerPlan, *, removals: bool = False
+) -> tuple[Difference, ...]:
+    """Carry out a plan as far as possible, read back what is stored, and return how that still differs. Stored messages
+    are removed only with `removals`.
 
     A stream is planned again, because it may have changed since. Raises `RefusedError` where the server refuses, and
     where stored messages would be removed without `removals`: then nothing is done.
     """
-    if isinstance(plan, Plan):
-        provisioner = _provisioner(admin, config)
-        plan = await provisioner.plan(plan.wanted)
-        if plan.removing and not removals:
-            differences = "; ".join(map(str, plan.removing))
-            raise RefusedError(f"stream {plan.stream}: {differences}; add --yes to make this change")
-        await provisioner.carry_out(planning.with_removals(plan))
-    elif plan.needed:
-        await _carry_out_consumer(admin, plan)
+    if isinstance(plan, ConsumerPlan):
+        return await _carry_out_consumer(admin, plan)
+    provisioner = _provisioner(admin, config)
+    plan = await _planned(admin, provisioner, plan.wanted)
+    if plan.removing and not removals:
+        differences = "; ".join(map(str, plan.removing))
+        raise RefusedError(f"stream {plan.stream}: {differences}; add --yes to make this change")
+    await provisioner.carry_out(planning.with_removals(plan))
+    stored = await _planned(admin, provisioner, plan.wanted)
+    return (*stored.differences, *stored.removing, *stored.fixed)
+
+
+async def _planned(admin: Admin, provisioner: Provisioner, spec: StreamSpec) -> Plan:
+    """Return the plan for a stream, with the order in which its subjects have the values of identifiers, if it says
+    none or another one. That is changed only where nothing has been stored with the other one: see `engine.key_orders`.
+    """
+    plan, wanted = await provisioner.plan(spec), ",".join(spec.key_order)
+    if not (plan.exists and wanted) or plan.fenced or plan.unfinished:
+        return plan
+    info = await admin.stream_info(spec.name)
+    noted = info.config.metadata.get(KEY_ORDER, "")
+    if noted == wanted:
+        return plan
+    cure = await _why_kept(admin, info) if noted else ""
+    difference = Difference(field="key_order", found=noted or "none", wanted=wanted, cure=cure)
+    if cure:
+        return structs.replace(plan, fixed=(*plan.fixed, difference))
+    of_all = {**StreamConfig(plan.config).metadata, KEY_ORDER: wanted}
+    config = {**plan.config, "metadata": of_all}
+    return structs.replace(plan, config=config, differences=(*plan.differences, difference))
+
+
+async def _why_kept(admin: Admin, info: StreamInfo) -> str:
+    """Return what is stored with the order that a stream says, or uses it, and what to do; empty where nothing does."""
+    stream = info.name
+    if info.messages:
+        return f"{info.messages} notifications were stored with it: purge the stream"
+    with suppress(NotFoundError):
+        if count := await admin.count(delayed_messages.stream_of(stream), filter_subjects=()):
+            return f"{count} delayed notifications wait for the stream: cancel them"
+    if await _has_dead_letters(admin, stream):
+        return "there are dead letters of the stream: drop them"
+    for (app, agent), consumer in (await agent_inventory.agents(admin, stream)).items():
+        if consumer.num_waiting:
+            return f"workers of agent {agent} of app {app} read the stream: stop them"
+    for (app, agent), consumer in (await agent_inventory.retries(admin)).items():
+        if consumer.num_pending or consumer.num_ack_pending:
+            return f"agent {agent} of app {app} has dead letters that are retried: let it handle them first"
+    return ""
+
+
+async def _has_dead_letters(admin: Admin, stream: str) -> bool:
+    stored = StoredDeadLetters(admin, events=Events())
+    async with aclosing(stored.select(Selection(stream=stream))) as dead_letters:
+        async for _ in dead_letters:
+            return True
+    return False
 
 
 async def effective_policy(admin: Admin, config: Config, name: str) -> list[PolicyRow]:
@@ -112,12 +178,18 @@ async def effective_policy(admin: Admin, config: Config, name: str) -> list[Poli
             effective=readable(field, info.config.get(field)),
             follows=field not in differing,
         )
-        for field, key in _keys(config, spec, name)
+        for field, key in (*_keys(config, spec, name), *([("sealed", f"streams.{spec.name}")] if plan.sealed else []))
     ]
 
 
 def _provisioner(admin: Admin, config: Config) -> Provisioner:
     return Provisioner(admin, management=config.notification_backend.jetstream.stream_management, events=Events())
+
+
+def _plans_of(config: Config, found: Mapping[str, StreamInfo]) -> Iterator[Plan]:
+    for spec in _specs(config):
+        if spec.name in found:
+            yield planning.plan(spec, found[spec.name].config, Stored())
 
 
 def _specs(config: Config) -> list[StreamSpec]:
@@ -146,7 +218,7 @@ def _spec(config: Config, name: str) -> StreamSpec:
     return declared[name]
 
 
-async def _carry_out_consumer(admin: Admin, plan: ConsumerPlan) -> None:
+async def _carry_out_consumer(admin: Admin, plan: ConsumerPlan) -> tuple[Difference, ...]:
     config, filter_in_subject = ConsumerConfig(plan.config), ""
     if not plan.exists and len(config.filters) == 1:
         # Where it is part of the subject, permissions can be given by filter.
@@ -163,3 +235,6 @@ async def _carry_out_consumer(admin: Admin, plan: ConsumerPlan) -> None:
     if plan.exists and "pause_until" in {difference.field for difference in plan.differences}:
         # An update leaves it as it is.
         await admin.pause_consumer(plan.stream, plan.consumer, until=config.pause_until)
+    stored = (await admin.consumer_info(plan.stream, plan.consumer)).config
+    wanted = {each.field: each.wanted for each in plan.differences} if plan.exists else plan.config
+    return planning.consumer_plan(plan.stream, plan.consumer, wanted, stored).differences

@@ -22,10 +22,9 @@ from aviso_workers.declare.timers import LATE_SECONDS, Timer
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.key_value import compare_and_set
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
-from aviso_workers.state import consumer_records, timer_records, timer_requests
+from aviso_workers.state import consumer_records, orders, timer_records, timer_requests
+from aviso_workers.state.consumer_records import KeptBy
 from aviso_workers.state.timer_requests import Pause, Run
-
-__all__ = ["PlannedTick", "ask", "asked", "declared", "pause", "plan_catch_up", "resume"]
 
 MAX_TICKS = 10_000
 """Of one catch-up."""
@@ -62,7 +61,7 @@ async def pause(
 
     Raises `DeclarationError` where the time is over, `BackendError`.
     """
-    bucket = await consumer_records.bucket(admin)
+    bucket = await orders.bucket(admin, app)
     now = await bucket.time()
     if until is None:
         until = UNTIL_RESUMED if seconds is None else now + timedelta(seconds=seconds)
@@ -76,8 +75,8 @@ async def pause(
 async def resume(admin: Admin, app: str, timer: str) -> None:
     """Resume the timer. Raises `BackendError`."""
     key = timer_requests.pause_key(app, timer)
-    if await consumer_records.entry(admin, key) is not None:
-        await (await consumer_records.bucket(admin)).delete(key)
+    if await consumer_records.entry(admin, key, kind="orders") is not None:
+        await (await orders.bucket(admin, app)).delete(key)
 
 
 async def ask(admin: Admin, app: str, timer: str, *, by: str = "") -> Run:
@@ -85,22 +84,24 @@ async def ask(admin: Admin, app: str, timer: str, *, by: str = "") -> Run:
 
     Raises `DeclarationError` where somebody else has asked and no worker has taken that yet, `BackendError`.
     """
-    bucket = await consumer_records.bucket(admin)
+    bucket, taken = await orders.bucket(admin, app), await _runs(admin, app, "state")
     now = await bucket.time()
-    wanted = Run(asked=now, by=by or _here())
 
     def change(runs: dict[str, Run]) -> dict[str, Run]:
-        if (known := runs.get(timer)) and known.is_open(now):
+        known = timer_requests.with_taken(runs, taken).get(timer)
+        if known and known.is_open(now):
             raise DeclarationError(f"{known.by} has asked for a run of {timer} already, and no worker has taken it yet")
-        return {**runs, timer: wanted}
+        asked = max(now, known.asked + timedelta.resolution) if known else now  # no two runs have the same time
+        return {**runs, timer: Run(asked=asked, by=by or _here())}
 
-    await compare_and_set(bucket, timer_requests.runs_key(app), read=timer_requests.read_runs, change=change)
-    return wanted
+    _, runs = await compare_and_set(bucket, timer_requests.runs_key(app), read=timer_requests.read_runs, change=change)
+    return runs[timer]
 
 
 async def asked(admin: Admin, app: str, timer: str) -> Run | None:
     """Return the last run of the timer that somebody has asked for. Raises `BackendError`."""
-    return timer_requests.read_runs(await consumer_records.entry(admin, timer_requests.runs_key(app))).get(timer)
+    wanted, taken = await _runs(admin, app, "orders"), await _runs(admin, app, "state")
+    return timer_requests.with_taken(wanted, taken).get(timer)
 
 
 async def plan_catch_up(
@@ -110,7 +111,7 @@ async def plan_catch_up(
 
     Raises `DeclarationError` for a range that is reversed, not over, or of too many ticks, `BackendError`.
     """
-    now = await consumer_records.time(admin)
+    now = await consumer_records.time(admin, app)
     of = f"from {time_text(first)} to {time_text(last)}"
     if not first <= last <= now:
         raise DeclarationError(f"the range {of} must end after it begins, and by now ({time_text(now)})")
@@ -133,6 +134,10 @@ async def plan_catch_up(
         return "left out: workers run it by themselves" if tick > late else ""
 
     return [PlannedTick(tick, why_not(tick)) for tick in ticks]
+
+
+async def _runs(admin: Admin, app: str, kind: KeptBy) -> dict[str, Run]:
+    return timer_requests.read_runs(await consumer_records.entry(admin, timer_requests.runs_key(app), kind=kind))
 
 
 def _here() -> str:

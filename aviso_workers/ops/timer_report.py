@@ -5,7 +5,7 @@ Called by the command `timers ls`. The schedules are the code's; the rest is wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
@@ -16,12 +16,21 @@ from aviso_workers.aviso.literals import printable, time_text
 from aviso_workers.backends import Admin
 from aviso_workers.declare.timers import Timer, ticks_between
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, end_text
-from aviso_workers.ops.agent_report import failing_text
-from aviso_workers.state import consumer_records, failure_records, lease_records, timer_records, timer_requests
+from aviso_workers.ops.health import PAUSED, Judgement, failing_text
+from aviso_workers.state import (
+    consumer_records,
+    failure_records,
+    lease_records,
+    timer_records,
+    timer_requests,
+    worker_records,
+)
+from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.timer_requests import VOID_SECONDS, Pause, Run
+from aviso_workers.state.worker_records import WorkerRecord
 
-__all__ = ["TimerRow", "of_app", "paused_text", "run_text"]
-
+NO_LEADER = timedelta(seconds=60)
+"""For so long after a worker has started, it may be that none leads yet."""
 LAST = UNTIL_RESUMED - timedelta(seconds=1)
 """The last time at which a tick is listed: there is none after a pause without end."""
 
@@ -40,34 +49,72 @@ class TimerRow(Struct, frozen=True, kw_only=True):
     paused: Pause | None = None
     """The pause that lasts."""
     state: str
-    """`ok`, or since when and how it fails."""
+    """`ok`, `paused`, or what is wrong with it and why."""
+    needs: bool = False
+    """Whether somebody should look at it."""
 
 
 async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, ticks: int) -> list[TimerRow]:
     """Return a row for each timer, with so many next ticks. Raises `BackendError`."""
-    leader = await lease_records.leader(admin, app) or "none"
+    leader = await lease_records.leader(admin, app)
     claims = await timer_records.claims(admin, app)
-    noted = await consumer_records.entries(admin)
+    noted = await consumer_records.entries_of(admin, app)
     failures = failure_records.parsed(noted)
-    now = await consumer_records.time(admin)  # after that: the last tick is none of the next ones
-    pauses = timer_requests.pauses(noted, now=now)
+    now = await consumer_records.time(admin, app)  # after that: the last tick is none of the next ones
+    pauses = timer_requests.pauses(await consumer_records.entries_of(admin, app, kind="orders"), now=now)
+    workers = await worker_records.of_app(admin, app)
     rows = []
     for timer in timers:
         pause, claim = pauses.get((app, timer.name)), claims.get(timer.name)
         first = pause.until if pause else now
-        failure = failures.get((app, "timers", timer.name))
+        found = judge(
+            timer.name,
+            leader=leader if timer.leader and claim is not None and claim.token else None,
+            workers=workers,
+            failure=failures.get((app, "timers", timer.name)),
+            pause=pause,
+            now=now,
+        )
         rows.append(
             TimerRow(
                 timer=timer.name,
                 schedule=timer.schedule.text,
-                leader=leader if timer.leader else "every worker",
+                leader=(leader or "none") if timer.leader else "every worker",
                 last=claim.time if claim and claim.token else None,
                 next=tuple(islice(ticks_between(timer.schedule, first, LAST), ticks)) if first <= LAST else (),
                 paused=pause,
-                state=failing_text(failure) if failure and failure.until > now else "ok",
+                state=found.text,
+                needs=found.needs,
             )
         )
     return rows
+
+
+def judge(
+    timer: str,
+    *,
+    leader: str | None,
+    workers: Iterable[WorkerRecord],
+    failure: LastFailure | None,
+    pause: Pause | None,
+    now: datetime,
+) -> Judgement:
+    """Return how a timer is. `leader` is the worker that leads the timers of its app, empty where none does; None where
+    each worker runs it by itself, or it has not run yet. `workers` are those that live."""
+    workers = [*workers]
+    if leader == "" and workers:
+        since = max(each.started for each in workers)
+        needs = now - since >= NO_LEADER
+        return Judgement(state="no leader", since=since, why="no worker leads the timers of its app", needs=needs)
+    leading = [each for each in workers if f"{each.host}:{each.process}" == leader]
+    if leading and not any(each.timers is None or timer in each.timers for each in leading):
+        why = f"its next tick will not run: {leader} leads, whose code does not have it"
+        return Judgement(state="not run", why=why, needs=True)
+    if failure is not None and failure.until > now:
+        return Judgement(state="failing", since=failure.since, why=failing_text(failure), needs=True)
+    if leader == "":
+        return Judgement(state="at rest", why="no worker of its app runs")
+    return Judgement(state=PAUSED) if pause is not None else Judgement(state="ok")
 
 
 def paused_text(pause: Pause) -> str:

@@ -18,9 +18,6 @@ from aviso_workers.config.nats_server import Account, AccountJetStream, Permissi
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.jetstream.subjects import inbox_prefix
 from aviso_workers.state import delayed_messages
-from aviso_workers.state.own_streams import DELAYED
-
-__all__ = ["Connected", "Service", "connected", "mistakes"]
 
 API = "$JS.API"
 IMPORTED_API = "aviso_workers.api"
@@ -124,11 +121,10 @@ def _services(account: Account, config: Config) -> Iterator[Service]:
             yield Service(subject=subject, imported=subject)
         yield _request(f"STREAM.INFO.{stream.name}", config)
         if account.delays:
-            subject = f"{delayed_messages.SUBJECT}.wait.{stream.name}.*"
+            subject, schedules = delayed_messages.all_waiting(stream.name), delayed_messages.stream_of(stream.name)
             yield Service(subject=subject, imported=subject)
-    if account.delays:
-        yield _request(f"STREAM.INFO.{DELAYED}", config)
-        yield _request(f"STREAM.PURGE.{DELAYED}", config)  # `cancel`
+            yield _request(f"STREAM.INFO.{schedules}", config)
+            yield _request(f"STREAM.PURGE.{schedules}", config)  # `cancel`
 
 
 def _request(request: str, config: Config) -> Service:

@@ -11,8 +11,6 @@ from collections.abc import Container, Iterator, Mapping
 from aviso_workers.config import Server
 from aviso_workers.config.nats_server import AccountJetStream
 
-__all__ = ["find", "located"]
-
 LARGEST_PAYLOAD = 64 * 2**20
 
 

@@ -43,8 +43,6 @@ from aviso_workers.server import find_binary, mistakes
 from aviso_workers.server.accounts import Connected
 from aviso_workers.server.profiles import Choice
 
-__all__ = ["Rendered", "accounts", "render", "write"]
-
 CHECK_SECONDS = 30
 NO_POSITION = 1
 """The line that nats-server names where it knows none; ours is a comment."""

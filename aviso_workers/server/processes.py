@@ -31,6 +31,7 @@ from typing import IO, Any
 import msgspec
 from msgspec import Struct, structs
 
+from aviso_workers import http_answers
 from aviso_workers.config import Config, Server
 from aviso_workers.config.nats_server import LOOPBACK, Cluster
 from aviso_workers.errors import ServerProcessError
@@ -47,20 +48,6 @@ from aviso_workers.server import (
 from aviso_workers.server.readiness import Tell
 from aviso_workers.server.store import Asset
 
-__all__ = [
-    "DIRECTORY",
-    "Node",
-    "NodeState",
-    "ask",
-    "eventually",
-    "free_ports",
-    "is_free",
-    "reload",
-    "start",
-    "states",
-    "stop",
-]
-
 DIRECTORY = Path(".aviso-workers/server")
 """Where commands run servers unless they are told another directory: below the current one."""
 PID_SECONDS = 30.0
@@ -70,6 +57,7 @@ LOCK = "lock"
 MOVING = "moving"
 """The directory, below that of servers, for those that `server rotate-key` runs itself."""
 ANSWER_SECONDS = 5.0
+MAX_ANSWER_BYTES = 64 << 20
 UNRECOVERABLE = "could not be recovered"
 """The words of a server about a stream on its disk that it cannot read, with another key for example."""
 PORTS = range(15_000, 32_000)
@@ -316,14 +304,18 @@ def served(node: Node) -> frozenset[Asset]:
 
 
 def _answer(node: Node, path: str) -> bytes:
-    connection = http.client.HTTPConnection(LOOPBACK, node.monitoring_port, timeout=ANSWER_SECONDS)
+    url = f"http://{LOOPBACK}:{node.monitoring_port}{path}"
     try:
-        connection.request("GET", path)
-        return connection.getresponse().read()
+        return http_answers.read(
+            url,
+            seconds=ANSWER_SECONDS,
+            silent_seconds=ANSWER_SECONDS,
+            max_bytes=MAX_ANSWER_BYTES,
+            near=True,
+            failures=True,
+        )
     except (OSError, http.client.HTTPException) as error:
-        raise ServerProcessError(f"no answer from http://{LOOPBACK}:{node.monitoring_port}{path}") from error
-    finally:
-        connection.close()
+        raise ServerProcessError(f"no answer from {url}") from error
 
 
 def _names(server: Server, nodes: int) -> list[str]:

@@ -23,8 +23,6 @@ from aviso_workers.config.nats_server import Cluster, Gateways, LeafNodes, Serve
 from aviso_workers.errors import ConfigError
 from aviso_workers.server import accounts, mistakes
 
-__all__ = ["Choice", "Profile", "choose"]
-
 Profile = Literal["production", "development"]
 
 SERVER_SYNC_INTERVAL = Duration(120)

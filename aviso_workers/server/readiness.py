@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
 
-__all__ = ["STANDSTILL_SECONDS", "Tell", "ignore", "processor_seconds", "wait"]
-
 STANDSTILL_SECONDS = 120.0
 REPORT_SECONDS = 5.0
 SOON_SECONDS = 5.0

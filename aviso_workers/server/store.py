@@ -20,19 +20,6 @@ from msgspec import Struct
 
 from aviso_workers.errors import ServerProcessError
 
-__all__ = [
-    "GLOBAL_ACCOUNT",
-    "SERVED",
-    "Asset",
-    "Served",
-    "ciphers",
-    "describe",
-    "on_disk",
-    "served",
-    "unserved",
-    "within",
-]
-
 SERVED = "/jsz?accounts=true&streams=true&consumers=true&limit=1000000"
 """The path at which the monitoring port of a server lists what it serves, for `served`."""
 METADATA, KEY = "meta.inf", "meta.key"

@@ -15,8 +15,6 @@ from msgspec import Struct
 
 from aviso_workers import files
 
-__all__ = ["Replacement", "begin", "finish"]
-
 BEGUN = "swap.json"
 
 

@@ -46,7 +46,7 @@ from aviso_workers.errors import NotFoundError, UndecodableError
 from aviso_workers.events import Events, Unreadable
 from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.specs import GROUP, PINNED, PRIORITIZED, ConsumerSpec, StreamSpec
-from aviso_workers.state import dead_letter_records
+from aviso_workers.state import dead_letter_records, own_streams
 from aviso_workers.state.dead_letter_records import retry_subject
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import RETRIES
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from aviso_workers.features.limits.rates import KeyLimit
     from aviso_workers.features.traces import Spans
     from aviso_workers.features.windows.handler import WindowHandler
-
-__all__ = ["AgentSubscriptions", "at_once"]
 
 ORDERED_PREFETCH = 1000
 """Deliveries that may wait with an ordered agent: more than its concurrency, because what waits behind
@@ -195,6 +193,7 @@ class AgentSubscriptions:
                 events=self._events,
             ),
             timeouts=timeouts,
+            outage=outage,
             keeps_reading=policy.singleton,
             shield=shield,
         )
@@ -290,7 +289,7 @@ class AgentSubscriptions:
             backend=self._backend,
             registry=Versions(self._backend, app=self._app, agent=agent.name, stream=stream.name),
             recorder=self._recorder(agent, stream.name, self._provisioner),
-            retries=self._recorder(agent, RETRIES, self._own_streams),
+            retries=self._recorder(agent, own_streams.of_app(RETRIES, self._app), self._own_streams),
             events=self._events,
             on_ack_wait=lambda seconds: run.report_within(_reported_within(agent, seconds)),
             function=_name_of(agent.function),
@@ -344,7 +343,7 @@ class AgentSubscriptions:
                 priority=self._config.workers.priority,
             ),
             Feed(
-                stream=dead_letter_records.retries_spec(self._config),
+                stream=dead_letter_records.retries_spec(self._app, self._config),
                 consumer=retries_consumer,
                 ensure=ensure_retries,
                 provisioner=self._own_streams,
@@ -361,7 +360,8 @@ class AgentSubscriptions:
         if why := answers.why_foreign(message):
             acknowledging.settle(delivery, Term("no retry of a dead letter"))
             error = UndecodableError(why)
-            self._events.emit(Unreadable(stream=RETRIES, sequence=message.sequence, error=error, reason="foreign"))
+            stream = own_streams.of_app(RETRIES, self._app)
+            self._events.emit(Unreadable(stream=stream, sequence=message.sequence, error=error, reason="foreign"))
         return bool(why)
 
     def _recorder(self, agent: Agent[Any, Any], stream: str, provisioner: Provisioner) -> ConsumerRecorder:

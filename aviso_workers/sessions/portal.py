@@ -22,8 +22,6 @@ from anyio.from_thread import BlockingPortal
 from aviso_workers import event_loops
 from aviso_workers.sessions.session import Session
 
-__all__ = ["Portal", "of_process"]
-
 Opening = Callable[[], AbstractAsyncContextManager[Session]]
 
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import datetime
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -48,8 +47,10 @@ from aviso_workers.events import (
 )
 from aviso_workers.features import delayed_delivery
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.sessions import replicas, worker_recorder
+from aviso_workers.sessions import replicas
 from aviso_workers.sessions.agent_subscriptions import AgentSubscriptions
+from aviso_workers.sessions.hindrances import OBSERVED, Hindrances
+from aviso_workers.sessions.worker_recorder import WorkerRecorder
 from aviso_workers.state import (
     consumer_records,
     declarations,
@@ -59,13 +60,10 @@ from aviso_workers.state import (
     window_records,
 )
 from aviso_workers.state.known_agents import KnownAgents
-from aviso_workers.state.own_streams import DELAYED
 from aviso_workers.task_groups import task_group
 
 if TYPE_CHECKING:
     from aviso_workers.features.traces import Spans
-
-__all__ = ["Session", "is_stopping", "open_session"]
 
 UPGRADED_SECONDS = 5.0
 """How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
@@ -193,9 +191,10 @@ class Session:
 
     async def cancel(self, event_type: str, message_id: str) -> bool:
         """Forget a notification that waits to be delivered. Raises `UnknownEventTypeError`, `BackendError`."""
-        waiting = delayed_messages.waiting(self._stream(event_type).name, message_id)
+        stream = self._stream(event_type).name
+        waiting = delayed_messages.waiting(stream, message_id)
         try:
-            return await self.backend.purge_stream(DELAYED, subject=waiting) > 0
+            return await self.backend.purge_stream(delayed_messages.stream_of(stream), subject=waiting) > 0
         except NotFoundError:
             return False  # nothing was ever to be delivered later
 
@@ -230,8 +229,8 @@ class Session:
         cannot yet.
 
         Raises `BackendError` when the connection is lost for good, `RefusedError` where the server is too old for
-        what is asked of it, `UnreadableStreamError` where it cannot read its streams, `ResourceError` where a resource
-        cannot be opened.
+        what is asked of it, `UnreadableStreamError` where it cannot read its streams, `DeniedError` where it may not
+        use the bucket of its records, `ResourceError` where a resource cannot be opened.
         """
         if self._priority:
             self.backend.connection.require_server(2, 12, to=f"read with workers.priority {self._priority}")
@@ -241,11 +240,14 @@ class Session:
             if agent.policy.window:
                 self.backend.connection.require_server(2, 11, to=f"keep the windows of agent {agent.name!r}")
         if agents:
-            await consumer_records.create_bucket(self.backend)
+            await consumer_records.create_bucket(self.backend, self._app)
             self.publisher.compare_key_orders()
-        token = _STOP.set(stop)
+        token, hindrances = _STOP.set(stop), Hindrances(agent.name for agent in agents)
         try:
-            with dependencies.at_work(app.dependencies.values(), self._agents.outages):
+            with (
+                dependencies.at_work(app.dependencies.values(), self._agents.outages),
+                self._events.heard_by(hindrances.observe, *OBSERVED),
+            ):
                 async with open_resources.opened(app.resources, app, instead=given) as values:
                     await self._work(
                         app,
@@ -253,6 +255,7 @@ class Session:
                         agents=[resources.bound(agent, values) for agent in agents],
                         timers=[resources.bound(timer, values) for timer in app._timers_at_work()],
                         tasks=[resources.bound(task, values) for task in app.tasks],
+                        hindrances=hindrances,
                         begun=begun,
                     )
         finally:
@@ -266,6 +269,7 @@ class Session:
         agents: Sequence[Agent[Any, Any]],
         timers: Sequence[Timer[Any, Any]],
         tasks: Sequence[Task],
+        hindrances: Hindrances,
         begun: anyio.Event | None,
     ) -> None:
         async def run_task(task: Task) -> None:
@@ -280,8 +284,15 @@ class Session:
                 watching.start_soon(self._record_declared, app)
                 if agents or timers or tasks:
                     of_streams = {agent.name: (agent, self._stream(agent.event_type).name) for agent in agents}
-                    at_work = partial(worker_recorder.at_work, of_streams, self.runs)
-                    watching.start_soon(worker_recorder.keep_recorded, self.backend, self._app, at_work)
+                    recorder = WorkerRecorder(
+                        self.backend,
+                        self._app,
+                        agents=of_streams,
+                        runs=self.runs,
+                        hindrances=hindrances,
+                        timers=tuple(timer.name for timer in timers),
+                    )
+                    watching.start_soon(recorder.keep_recorded)
                 if begun is not None:
                     watching.start_soon(self._tell_begun, agents, begun)  # first, so that it hears of all of them
                 for agent in agents:
@@ -310,7 +321,7 @@ class Session:
         buckets = own_buckets.of_app(
             self._app, agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables
         )
-        wanted = replicas.configured(self._config, buckets)
+        wanted = replicas.configured(self._app, self._config, buckets)
         await replicas.raise_to(wanted, provisioner=self.own_streams, clock=self.backend.clock)
 
     async def _record_declared(self, app: Any) -> None:
@@ -393,7 +404,7 @@ class Session:
         return ticked
 
     async def run_delayed_delivery(self, stop: anyio.Event) -> None:
-        """Bring, until `stop`, what is due to the streams it was meant for, whichever app has published it.
+        """Bring, until `stop`, what is due to the streams of all event types, whichever app has published it.
 
         Nothing waits on a server that is too old to keep it. It may be upgraded while we work.
         """
@@ -401,10 +412,12 @@ class Session:
             with anyio.move_on_after(UPGRADED_SECONDS):
                 await stop.wait()
                 return
-        subscription = delayed_delivery.subscription(
-            self.backend, config=self._config, own_streams=self.own_streams, events=self._events
-        )
-        await self._keep_running(subscription, stop)
+        async with task_group() as tasks:
+            for event_type in self._config.notification_schema:
+                subscription = delayed_delivery.subscription(
+                    event_type, self.backend, config=self._config, own_streams=self.own_streams, events=self._events
+                )
+                tasks.start_soon(self._keep_running, subscription, stop)
 
     async def _keep_running(self, subscription: Subscription, stop: anyio.Event) -> None:
         await keep_running(
@@ -430,7 +443,7 @@ async def open_session(
     """Connect; leave to disconnect. Raises `BackendError`."""
 
     opened = False
-    was: bool | None = None
+    was: tuple[bool, str] | None = None
 
     def on_connection(*, connected: bool, reason: str, denied: str = "", foreign: str = "", times: int = 0) -> None:
         if foreign:
@@ -440,11 +453,10 @@ async def open_session(
             events.emit(PermissionDenied(denied=denied))
             return
         nonlocal opened, was
-        # A client that reconnects no more says a second time that it is disconnected. One that waits for its first
-        # connection goes on saying so.
-        if connected is not was or not (opened or connected):
+        # What has not changed is not stated again, unless it is why there is no first connection yet.
+        if (connected, reason) != was or not (opened or connected):
             events.emit(ConnectionChanged(connected=connected, reason=reason, opened=opened))
-        opened, was = opened or connected, connected
+        opened, was = opened or connected, (connected, reason)
 
     foreign: set[tuple[str, int]] = set()
 
@@ -457,7 +469,7 @@ async def open_session(
         error = UndecodableError(problem)
         events.emit(Unreadable(stream=stream, sequence=sequence, error=error, reason="foreign"))
 
-    async with opening(config, on_connection=on_connection, on_foreign=on_foreign) as backend:
+    async with opening(config, on_connection=on_connection, on_foreign=on_foreign, owner=app) as backend:
         if backend.connection.slow_because:
             events.emit(ConnectionSlow(reason=backend.connection.slow_because))
         session = Session(backend, app=app, config=config, events=events)

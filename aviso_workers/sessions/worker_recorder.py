@@ -1,7 +1,9 @@
-"""Says of a worker process that it lives, and what it handles (`state.worker_records`), so that the console lists it.
+"""Says of a worker process that it lives, what it handles, and what hinders it (`state.worker_records`), for all that
+says how agents are.
 
-It does so when it begins, every `WRITE_SECONDS`, and soon after a singleton has come to another worker. Nothing waits
-for it, and where it cannot be written the worker goes on without: why not is stated by the connection.
+It does so when it begins, every `WRITE_SECONDS`, and within `LOOK_SECONDS` after something has changed that operators
+are to hear at once. Nothing waits for it, and where it cannot be written the worker goes on without: why not is stated
+by the connection.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -19,79 +21,152 @@ import msgspec
 from msgspec import structs
 
 from aviso_workers import clocks
+from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Backend
 from aviso_workers.declare.agents import Agent
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import BackendError, RefusedError
+from aviso_workers.events import CONNECTION, Hindrance
+from aviso_workers.jetstream.fields import LONGEST_SAID
 from aviso_workers.jetstream.key_value import encode_key
 from aviso_workers.sessions.agent_subscriptions import at_once
-from aviso_workers.state.worker_records import BUCKET, TTL_SECONDS, WRITE_SECONDS, AtWork, WorkerRecord
+from aviso_workers.sessions.hindrances import START, Hindrances
+from aviso_workers.state.worker_records import (
+    MOST_HINDRANCES,
+    TTL_SECONDS,
+    WRITE_SECONDS,
+    AtWork,
+    Hindered,
+    WorkerRecord,
+    bucket_of,
+)
 from aviso_workers.version import __version__
-
-__all__ = ["MEMBER", "at_work", "keep_recorded", "resident_bytes"]
 
 MEMBER: ContextVar[str] = ContextVar("member", default="")
 """The name of this process in its fleet."""
 LOOK_SECONDS = 2.0
-"""How often it is looked which worker of a singleton is pinned; nothing is sent."""
+"""How often it is looked whether something has changed; nothing is sent."""
 END_SECONDS = 1.0
 """How long a worker that ends takes at most to remove its record."""
+AWAY, SHUT, PINNED = "away", "shut", "pinned"
+"""What is so of an agent, of which operators are to hear at once."""
 STATM = Path("/proc/self/statm")
 
 
-async def keep_recorded(backend: Backend, app: str, at_work: Callable[[], dict[str, AtWork]]) -> None:
-    """Record a worker of the app; cancel this to end it, which removes the record. `at_work` returns what the worker
-    handles, by agent.
-    """
-    clock, host, process, stored = backend.clock, socket.gethostname(), os.getpid(), False
-    bucket = RetryingKeyValue(backend, BUCKET, ttl_seconds=TTL_SECONDS, patience_seconds=LOOK_SECONDS, own=True)
-    key = encode_key(f"{app}.{host}.{process}.{secrets.token_hex(4)}")
-    started, begun = clocks.utc_now(clock), clock.monotonic()
-    record = WorkerRecord(
-        host=host,
-        process=process,
-        member=MEMBER.get(),
-        version=__version__,
-        started=started,
-        age_seconds=0.0,
-        agents={},
-    )
-    try:
-        while True:
-            age = clock.monotonic() - begun
-            record = structs.replace(record, age_seconds=age, rss=resident_bytes(), agents=at_work())
-            try:
-                stored = True  # or it may be, where no answer comes
-                await bucket.put(key, msgspec.json.encode(record))
-            except BackendError as error:
-                stored = not isinstance(error, RefusedError)
-            pinned = [each.pinned for each in record.agents.values()]
-            wait = WRITE_SECONDS if set(pinned) <= {None} else LOOK_SECONDS
-            for _ in range(int(WRITE_SECONDS / wait)):
-                await clock.sleep(wait)
-                if [each.pinned for each in at_work().values()] != pinned:
-                    break
-    finally:
-        if stored and backend.connection.ready:
-            with clocks.move_on_after(clock, END_SECONDS) as end, suppress(BackendError):
-                end.shield = True
-                await bucket.delete(key)
+class WorkerRecorder:
+    """Records one worker of an app. `agents` are given with their streams; `runs` are those that have begun."""
 
-
-def at_work(
-    agents: Mapping[str, tuple[Agent[Any, Any], str]], runs: Mapping[str, SubscriptionRun]
-) -> dict[str, AtWork]:
-    """Return what is handled of agents, which are given with their streams; `runs` are those that have begun."""
-    return {
-        name: AtWork(
-            stream=stream,
-            in_flight=run.flow.running if (run := runs.get(name)) else 0,
-            at_once=at_once(agent),
-            pinned=bool(run and run.flow.pinned(stream)) if agent.policy.singleton else None,
+    def __init__(
+        self,
+        backend: Backend,
+        app: str,
+        *,
+        agents: Mapping[str, tuple[Agent[Any, Any], str]],
+        runs: Mapping[str, SubscriptionRun],
+        hindrances: Hindrances,
+        timers: tuple[str, ...] = (),
+    ) -> None:
+        self._backend = backend
+        self._clock = backend.clock
+        self._agents = agents
+        self._runs = runs
+        self._hindrances = hindrances
+        self._since: dict[Hashable, float] = {}
+        """When something was seen first that is so."""
+        self._bucket = RetryingKeyValue(
+            backend, bucket_of(app), ttl_seconds=TTL_SECONDS, patience_seconds=LOOK_SECONDS, own=True
         )
-        for name, (agent, stream) in agents.items()
-    }
+        self._key = encode_key(f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
+        self._begun = self._clock.monotonic()
+        self._record = WorkerRecord(
+            host=socket.gethostname(),
+            process=os.getpid(),
+            member=MEMBER.get(),
+            version=__version__,
+            started=clocks.utc_now(self._clock),
+            age_seconds=0.0,
+            agents={},
+            timers=timers,
+        )
+
+    async def keep_recorded(self) -> None:
+        """Record the worker; cancel this to end it, which removes the record."""
+        stored = False
+        try:
+            while True:
+                told = self._changing()
+                try:
+                    stored = True  # or it may be, where no answer comes
+                    await self._bucket.put(self._key, msgspec.json.encode(self._now()))
+                except BackendError as error:
+                    stored = not isinstance(error, RefusedError)
+                for _ in range(int(WRITE_SECONDS / LOOK_SECONDS)):
+                    await self._clock.sleep(LOOK_SECONDS)
+                    if self._changing() != told:
+                        break
+        finally:
+            if stored and self._backend.connection.ready:
+                with clocks.move_on_after(self._clock, END_SECONDS) as end, suppress(BackendError):
+                    end.shield = True
+                    await self._bucket.delete(self._key)
+
+    def _changing(self) -> set[Hashable]:
+        """Return what is so of which operators are to hear at once, and note since when."""
+        found: set[Hashable] = {(each.agent, each.text) for each in self._told}
+        for name, (agent, stream) in self._agents.items():
+            if (run := self._runs.get(name)) is None or run.outage is None:
+                continue
+            if run.outage.is_away or run.outage.pace.is_shut:
+                found.add((name, AWAY if run.outage.is_away else SHUT))
+            if agent.policy.singleton and run.flow.pinned(stream):
+                found.add((name, PINNED))
+        now = self._clock.monotonic()
+        self._since = {each: self._since.get(each, now) for each in found}
+        return found
+
+    def _now(self) -> WorkerRecord:
+        now = self._clock.monotonic()
+        hindered = [
+            Hindered(
+                agent=each.agent,
+                text=printable(each.text or "")[:LONGEST_SAID],
+                seconds=now - self._since.get((each.agent, each.text), now),
+            )
+            for each in self._told
+        ]
+        return structs.replace(
+            self._record,
+            age_seconds=now - self._begun,
+            rss=resident_bytes(),
+            agents={name: self._at_work(agent, stream) for name, (agent, stream) in self._agents.items()},
+            hindrances=tuple(hindered),
+        )
+
+    @property
+    def _told(self) -> list[Hindrance]:
+        """What keeps it from being ready. That it has not begun, or has no connection, it cannot record."""
+        found = self._hindrances.found
+        return [each for each in found if not each.is_ready and each.of not in (CONNECTION, START)][:MOST_HINDRANCES]
+
+    def _at_work(self, agent: Agent[Any, Any], stream: str) -> AtWork:
+        """Return what is handled of an agent."""
+        singleton = agent.policy.singleton
+        known = AtWork(stream=stream, in_flight=0, at_once=at_once(agent), pinned=False if singleton else None)
+        if (run := self._runs.get(agent.name)) is None or run.outage is None:
+            return known
+        oldest, waits_for = run.flow.dispatch.oldest() or (None, "")
+        shut_at = self._since.get((agent.name, SHUT))
+        return structs.replace(
+            known,
+            in_flight=run.flow.running,
+            pinned=run.flow.pinned(stream) if singleton else None,
+            oldest=oldest,
+            waits_for=waits_for,
+            away=run.outage.reason[:LONGEST_SAID] if run.outage.is_away else "",
+            away_seconds=run.outage.away_seconds,
+            shut_seconds=None if shut_at is None else self._clock.monotonic() - shut_at,
+        )
 
 
 def resident_bytes() -> int | None:

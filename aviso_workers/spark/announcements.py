@@ -19,8 +19,6 @@ from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.sessions.session import Session, open_session
 
-__all__ = ["KINDS", "announce"]
-
 KINDS = ("cycle_complete", "cycle_late")
 """Event types with the identifier fields `event` and `cycle`; and which cycles they are for, by their columns."""
 PAYLOAD_COLUMNS = ("start", "due", "expected", "arrived", "in_time", "missing", "last_arrival")

@@ -19,8 +19,6 @@ from aviso_workers.spark import options, readers
 from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import Files
 
-__all__ = ["ArchiveSelection", "check", "selection"]
-
 RECORD = "_selection.json"
 
 

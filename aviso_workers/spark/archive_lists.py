@@ -14,8 +14,6 @@ from hashlib import blake2b
 import msgspec
 from msgspec import Struct
 
-__all__ = ["ArchivedFile", "FileList", "decode", "encode"]
-
 VERSION = "v1"
 WHOLE_BYTES = 128 * 1024 * 1024
 DIGEST_BYTES = 16

@@ -39,8 +39,6 @@ from aviso_workers.spark.archive_filters import ArchiveSelection
 from aviso_workers.spark.archive_lists import WHOLE_BYTES, ArchivedFile, FileList
 from aviso_workers.spark.files import File, Files
 
-__all__ = ["archive", "read"]
-
 LOG = "_spark_metadata"
 CHECKPOINT = "_checkpoint"
 STAGING = "_staging"

@@ -29,8 +29,6 @@ from aviso_workers.spark import once
 from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import Files
 
-__all__ = ["Backfilled", "backfill", "check", "matching"]
-
 TOPIC, REASON = "topic", "reason"
 WRITTEN = re.compile(r"[^/_.][^/]*\.parquet")
 """The files of the table of dead letters, below its directory."""

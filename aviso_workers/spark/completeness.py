@@ -26,18 +26,6 @@ from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import Files
 from aviso_workers.spark.schedules import Expected
 
-__all__ = [
-    "Reported",
-    "compare",
-    "cycles",
-    "expected",
-    "expected_table",
-    "per_hour",
-    "read_schedule",
-    "report",
-    "table",
-]
-
 COMPLETE, LATE = announcements.KINDS
 SHARES = (0.5, 0.95, 0.99)
 MAX_ON_PAGE = 500

@@ -24,8 +24,6 @@ try:
 except ImportError as error:
     raise ImportError(f"reading Spark's event logs needs zstandard: {installed.FOR_EVENT_LOGS}") from error
 
-__all__ = ["CODECS", "MAGIC_BYTES", "Decompressor", "by_content", "by_name"]
-
 MAGIC_BYTES = 8
 """The number of bytes that show how a file is compressed."""
 BLOCK_BYTES = 32 << 20

@@ -23,8 +23,7 @@ from aviso_workers.config import Config
 from aviso_workers.config.environment import WORKERS_FILE
 from aviso_workers.declare.retry import Backoff, Tries
 from aviso_workers.errors import UnavailableError
-
-__all__ = ["BlockingConnection", "connected", "load_config"]
+from aviso_workers.jetstream import reader_names
 
 COLLECT_AFTER = 100_000
 AGAIN = Backoff(first=0.5, factor=1.0, jitter=0.0)
@@ -74,7 +73,7 @@ async def _opened(settings: Config, patience_seconds: float) -> AsyncIterator[Ba
         backend: Backend | None = None
         while backend is None:
             try:
-                backend = await stack.enter_async_context(open_backend(settings))
+                backend = await stack.enter_async_context(open_backend(settings, owner=reader_names.SPARK))
             except UnavailableError:
                 if (wait := left.next_wait(anyio.current_time())) is None:
                     raise
@@ -113,4 +112,4 @@ def _path_of(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def _load(path: str | None, changed_ns: int) -> Config:
-    return config.load(path).with_defaults(max_reconnect_attempts=0)
+    return config.load(path)

@@ -18,8 +18,6 @@ from aviso_workers.spark import executors, options, readers, rows, writers
 from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.schema import ddl
 
-__all__ = ["AvisoDataSource", "register"]
-
 
 class AvisoDataSource(DataSource):
     """The data source `aviso`: notifications as rows."""

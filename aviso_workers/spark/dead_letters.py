@@ -21,8 +21,6 @@ from aviso_workers import files
 from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError, PipelineError
 
-__all__ = ["RefusedRows", "check_present", "divided", "excerpt"]
-
 REASON = "reason"
 MAX_SHOWN = 200
 """Characters of a row in an error."""

@@ -11,13 +11,12 @@ import math
 
 import anyio
 
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Backend
 from aviso_workers.config import Config, streams
 from aviso_workers.errors import NotFoundError
-from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
+from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW
 from aviso_workers.spark.job_events import EVENT_TYPE
-
-__all__ = ["DuplicateWindow"]
 
 MAX_SECONDS = 60.0
 """Half of the usual window. A longer one is not relied on: what waited for so long was not published for a reason."""

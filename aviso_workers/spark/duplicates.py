@@ -15,8 +15,6 @@ from aviso_workers.aviso import codec
 from aviso_workers.backends import Backend, Message, OutgoingChunk
 from aviso_workers.errors import DuplicateIdError
 
-__all__ = ["check"]
-
 GAP = 200
 """So many messages are read in about the time of asking for one more."""
 FEW = 10
@@ -103,5 +101,5 @@ def _value(data: bytes) -> object:
     """Return a payload decoded from JSON, so that different spellings are equal; the bytes where it is not JSON."""
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError):
+    except codec.UNREADABLE_JSON:
         return data

@@ -32,25 +32,9 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 from msgspec import Struct, structs
 
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.errors import UndecodableError
 from aviso_workers.spark import compression
-
-__all__ = [
-    "EventLog",
-    "EventLogReader",
-    "ListedFile",
-    "LogFile",
-    "LogPosition",
-    "NewEvents",
-    "OpenFile",
-    "find",
-    "is_rolling",
-    "is_unchanged",
-    "may_be_log",
-    "rolling_log",
-    "single_log",
-    "snapshot",
-]
 
 T = TypeVar("T")
 
@@ -61,6 +45,9 @@ LINE_BYTES = 64 << 20
 COMPRESSED_CHUNK = 1 << 10
 """Compressed bytes per step: few, because repetitive JSON grows a hundredfold."""
 PLAIN_CHUNK = 256 << 10
+"""Bytes that are split into lines at a time: a kibibyte of zstd may hold 32 MiB of line breaks."""
+MAX_BAD_LINES = 100_000
+"""After so many in one read, a file counts as damaged: a few thousand compressed bytes may hold millions of them."""
 
 EVENT = b'{"Event":"'
 BLANKS = b" \t\r\n"
@@ -404,12 +391,13 @@ class EventLogReader(Generic[T]):
         lines, begin = self._lines, self._lines.decompressed
         bad, reason = 0, ""
         try:
-            for line in lines.up_to(file.size, limit=limit, closed=closed):
+            for line in filter(bytes.strip, lines.up_to(file.size, limit=limit, closed=closed)):
                 try:
                     event = self._decode(line)
                 except UndecodableError as error:
-                    if line.strip():
-                        bad, reason = bad + 1, reason or f"before byte {lines.offset}: {error}"
+                    bad, reason = bad + 1, reason or f"before byte {lines.offset}: {error}"
+                    if bad > MAX_BAD_LINES:
+                        raise UndecodableError(f"damaged: more than {MAX_BAD_LINES} lines are no events") from error
                 else:
                     events += [] if event is None else [event]
         finally:
@@ -480,7 +468,8 @@ class _Lines:
         if not data:
             raise OSError(f"{self.path} shrank while it was read: it is read again")
         for piece in [data] if self._decompressor is None else self._decompressor.decompress(data):
-            yield from self._split(piece)
+            for begin in range(0, len(piece), PLAIN_CHUNK):
+                yield from self._split(piece[begin : begin + PLAIN_CHUNK])
         self.size += len(data)  # so that a file which is damaged at its end is not taken for one that was read
 
     def _end(self) -> list[bytes]:
@@ -494,7 +483,7 @@ class _Lines:
             return []
         try:
             msgspec.json.decode(last)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except UNREADABLE_JSON as error:
             raise _TruncatedError(TRUNCATED) from error
         self._rest, self._rest_bytes = [], 0
         return [last]

@@ -13,8 +13,6 @@ from pyspark.sql import SparkSession
 
 from aviso_workers.errors import ExecutorError
 
-__all__ = ["check"]
-
 NEEDED = ("aviso_workers", "pyarrow")
 MISMATCH = "PYTHON_VERSION_MISMATCH"
 

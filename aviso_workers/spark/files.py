@@ -22,8 +22,6 @@ from pyspark.sql import SparkSession
 from aviso_workers import files
 from aviso_workers.errors import PipelineError
 
-__all__ = ["File", "Files"]
-
 
 class File(Struct, frozen=True, kw_only=True):
     """A file as the listing of a directory shows it."""

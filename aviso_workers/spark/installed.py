@@ -7,8 +7,6 @@ from importlib.util import find_spec
 
 from aviso_workers.errors import DeclarationError
 
-__all__ = ["FOR_EVENT_LOGS", "FOR_SPARK", "require"]
-
 LEAST = (4, 2)
 """The first in which a Python data source can limit what a streaming query reads at once."""
 FOR_SPARK = "pip install 'aviso-workers[spark]'"

@@ -20,25 +20,11 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field, structs
 
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.config import Config
 from aviso_workers.errors import UndecodableError
 from aviso_workers.events import SparkRunChanged
 from aviso_workers.spark import trace_contexts
-
-__all__ = [
-    "EVENT_TYPE",
-    "PROJECTIONS",
-    "Begun",
-    "Decoder",
-    "JobEvent",
-    "SparkApplication",
-    "Unfinished",
-    "cluster_of",
-    "decode",
-    "lost",
-    "resumed",
-    "run_of",
-]
 
 EVENT_TYPE = "spark_job"
 
@@ -171,7 +157,7 @@ class Decoder:
     def __call__(self, line: bytes) -> JobEvent | None:
         """Return the event in the next line, as `decode` does. Raises `UndecodableError`."""
         if _name(line) == ENVIRONMENT:
-            with suppress(msgspec.DecodeError, RecursionError):  # it says nothing else that is of interest
+            with suppress(*UNREADABLE_JSON):  # it says nothing else that is of interest
                 self.trace = trace_contexts.of_properties(msgspec.json.decode(line, type=_Environment).properties.get)
         event = decode(line, self._application)
         match event:
@@ -293,7 +279,7 @@ def _name(line: bytes) -> bytes:
         return line[len(HEAD) : line.find(b'"', len(HEAD))]
     try:
         return msgspec.json.decode(line, type=_EventName).event.encode()
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE_JSON as error:
         raise UndecodableError("not an event of Spark's") from error
 
 

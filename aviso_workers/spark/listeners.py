@@ -45,8 +45,6 @@ from aviso_workers.spark import job_events, trace_contexts
 from aviso_workers.spark.duplicate_window import DuplicateWindow
 from aviso_workers.spark.job_events import EVENT_TYPE, JobEvent, SparkApplication
 
-__all__ = ["Listener", "listen"]
-
 QUEUE = "aviso"
 MAX_WAITING = 10_000
 """Events between Spark and the thread that publishes; with more than that, the newest are dropped."""

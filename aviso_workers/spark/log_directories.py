@@ -24,8 +24,6 @@ from urllib.parse import unquote, urlsplit
 from aviso_workers.spark import event_log, installed
 from aviso_workers.spark.event_log import EventLog, ListedFile, OpenFile
 
-__all__ = ["LogDirectories", "check"]
-
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "hdfs": "hdfs"}
 """What Arrow calls the file systems of URLs that can be read."""
 GOOGLE_PARAMETERS = "?retry_limit_seconds=15"

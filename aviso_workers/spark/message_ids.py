@@ -15,8 +15,6 @@ import pyarrow as pa
 from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError
 
-__all__ = ["ColumnIds", "ContentIds", "MessageIds"]
-
 DIGEST_BYTES = 16
 MAX_REMEMBERED = 500_000
 """Rows of a task whose ids it remembers, which takes about 60 MB."""

@@ -13,8 +13,6 @@ from aviso_workers.aviso.codec import is_marker
 from aviso_workers.backends import Backend, OutgoingChunk, PubAck
 from aviso_workers.engine.publisher import Publisher
 
-__all__ = ["store"]
-
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 MESSAGE_ID = "Nats-Msg-Id"
 

@@ -19,8 +19,6 @@ from pyspark.sql.datasource import InputPartition
 from aviso_workers.backends import StreamInfo
 from aviso_workers.errors import DataLossError
 
-__all__ = ["Offset", "Range", "following", "missing", "split"]
-
 LEAST_PER_PARTITION = 1000
 """Fewer are read faster by one task than by several: each needs a connection of its own."""
 

@@ -17,8 +17,6 @@ from aviso_workers.spark import writers
 from aviso_workers.spark.connections import connected, load_config
 from aviso_workers.spark.options import WriteOptions
 
-__all__ = ["identity", "publish", "without_stored"]
-
 MESSAGE_ID = "Nats-Msg-Id"
 IN_ORDER = "sequence"
 

@@ -22,8 +22,6 @@ from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidOptionError, InvalidPositionError
 from aviso_workers.spark import trace_contexts
 
-__all__ = ["ReadOptions", "WriteOptions", "parse_read_options", "parse_write_options", "where_of"]
-
 WHERE = "where."
 SHARED = ("config", "event")
 READING = (

@@ -14,8 +14,6 @@ from typing import Any
 
 from msgspec import Struct
 
-__all__ = ["Content", "page"]
-
 WIDTH = 1000
 LABELS = 220
 """Pixels at the left, for the names of cycles."""

@@ -19,8 +19,6 @@ from pyspark.sql import types
 
 from aviso_workers.errors import InvalidOptionError, UndecodableError
 
-__all__ = ["CORRUPT", "PayloadReader"]
-
 CORRUPT = "_corrupt_record"
 
 SIMPLE: dict[type[types.DataType], Any] = {

@@ -13,9 +13,7 @@ from msgspec import Struct
 from aviso_workers.backends import Backend
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import DataLossError
-from aviso_workers.state.query_records import BUCKET, key_of
-
-__all__ = ["QueryBatch", "QueryRecord"]
+from aviso_workers.state.query_records import bucket_of, key_of
 
 
 class QueryBatch(Struct, frozen=True, kw_only=True):
@@ -32,8 +30,8 @@ class QueryRecord:
     def __init__(self, backend: Backend, batch: QueryBatch, *, stream: str, patience_seconds: float) -> None:
         self._batch = batch
         self._stream = stream
-        self._bucket = RetryingKeyValue(backend, BUCKET, patience_seconds=patience_seconds, own=True)
-        self._key = key_of(stream, batch.query)
+        self._bucket = RetryingKeyValue(backend, bucket_of(stream), patience_seconds=patience_seconds, own=True)
+        self._key = key_of(batch.query)
 
     async def created(self) -> str:
         """Return when the stream of earlier batches was created; an empty text where none is recorded.
@@ -55,5 +53,5 @@ class QueryRecord:
             f"stream {self._stream} was deleted{f' and recreated at {now}' if now else ''}; earlier batches of "
             f"query {self._batch.query} were stored in the one of {then}, and are gone with it. Write all of it again "
             "with a new checkpoint (in foreachBatch also with another queryId); or, to go on without what is gone, "
-            f"delete the key {self._key} of the KV bucket {BUCKET}"
+            f"delete the key {self._key} of the KV bucket {self._bucket.name}"
         )

@@ -37,13 +37,12 @@ from aviso_workers.errors import (
     NotFoundError,
     UnavailableError,
 )
+from aviso_workers.jetstream import error_codes
 from aviso_workers.spark import offsets
 from aviso_workers.spark.connections import BlockingConnection, connected, load_config, tries
 from aviso_workers.spark.offsets import Offset, Range
 from aviso_workers.spark.options import ReadOptions, where_of
 from aviso_workers.spark.schema import ColumnConverter, Layout, check_wanted, layout
-
-__all__ = ["BatchReader", "StreamReader", "plan"]
 
 PATIENCE_SECONDS = 30.0
 """How long a server may be away before a query fails: longer than an election, as for publishing."""
@@ -117,8 +116,10 @@ class DriverRequests:
                     settings = load_config(self._plan.reading.config)
                     self._connection = self._open.enter_context(connected(settings))
                 return request(self._connection)
-            except UnavailableError:
+            except UnavailableError as error:
                 self.close()
+                if _waits_for_others(error):
+                    left = tries(PATIENCE_SECONDS, now=time.monotonic())
                 if (wait := left.next_wait(time.monotonic())) is None:
                     raise
                 time.sleep(wait)
@@ -342,10 +343,20 @@ def _chunks(plan: ReadPlan, range: Range) -> Iterator[Chunk]:
                 if first <= range.last:
                     _left_in(connection, plan, range, first)
                 return
-        except UnavailableError:
+        except UnavailableError as error:
+            if _waits_for_others(error):
+                left = tries(PATIENCE_SECONDS, now=time.monotonic())
             if (wait := left.next_wait(time.monotonic())) is None:
                 raise
             time.sleep(wait)
+
+
+def _waits_for_others(error: UnavailableError) -> bool:
+    """Return whether a read begins when one of another task ends, which may take long, and warn of it."""
+    if error.code != error_codes.CONSUMER_EXISTS:
+        return False
+    logger.warning("a read waits for others to end: %s", error)
+    return True
 
 
 def _left_in(

@@ -9,23 +9,19 @@ Followed: Spark's documentation, "Monitoring and Instrumentation", REST API.
 from __future__ import annotations
 
 import http.client
-import threading
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
 from datetime import datetime
-from http.client import HTTPMessage
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from aviso_workers import http_answers
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.errors import SparkRestError
 from aviso_workers.spark.job_events import SparkApplication
-
-__all__ = ["ENDED", "FAILED", "RUNNING", "SUCCEEDED", "SparkRest", "States"]
 
 T = TypeVar("T")
 
@@ -43,22 +39,6 @@ NEVER_BEGUN = ("PENDING", "SKIPPED")
 
 States = Mapping[tuple[str, str], str]
 """`running`, `succeeded`, `failed` or `ended`, by kind and id as in a notification."""
-
-
-class _SameServer(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect to the same server only: another one may be inside of a network, or not speak HTTP."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: HTTPMessage, newurl: str
-    ) -> urllib.request.Request | None:
-        asked, told = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
-        if (told.scheme, told.netloc) != (asked.scheme, asked.netloc):
-            to = f"redirects to {newurl!r}: give the URL of that server, if it is the right one"
-            raise urllib.error.HTTPError(req.full_url, code, to, headers, fp)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-_open = urllib.request.build_opener(_SameServer).open
 
 
 class _Attempt(Struct, rename="camel"):
@@ -126,42 +106,15 @@ class SparkRest:
     def _get(self, path: str, answer: type[T]) -> T:
         url = self._root + path
         try:
-            return msgspec.json.decode(_read(url), type=answer)
+            body = http_answers.read(url, seconds=ANSWER_SECONDS, silent_seconds=ANSWER_SECONDS, max_bytes=MAX_BYTES)
+            return msgspec.json.decode(body, type=answer)
         except urllib.error.HTTPError as error:
-            error.close()
             raise SparkRestError(f"{url}: {error.code} {error.reason}") from error
         except http.client.HTTPException as error:
             raise SparkRestError(f"{url}: no whole answer of HTTP: {error!r}") from error
+        except http_answers.TooLargeError as error:
+            raise SparkRestError(f"{url}: {error}: lower what Spark retains, such as spark.ui.retainedJobs") from error
         except OSError as error:
             raise SparkRestError(f"{url}: no answer: {getattr(error, 'reason', error)}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE_JSON as error:
             raise SparkRestError(f"{url}: not an answer of Spark's REST API: {error}") from error
-
-
-def _read(url: str) -> bytes:
-    """Return the whole answer. Raises OSError and `HTTPException`, also where it is too large or takes too long.
-
-    It is read in a thread of its own: the timeout of a socket begins anew with each byte.
-    """
-    answer: Future[bytes] = Future()
-
-    def read() -> None:
-        try:
-            with _open(url, timeout=ANSWER_SECONDS) as response:
-                body = response.read(MAX_BYTES + 1)
-                if response.length and len(body) <= MAX_BYTES:
-                    raise http.client.IncompleteRead(body, response.length)
-                answer.set_result(body)
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=read, daemon=True).start()  # it must not delay the end of the process
-    wait([answer], ANSWER_SECONDS)
-    if not answer.done():
-        raise TimeoutError(f"it is not complete after {ANSWER_SECONDS:g} s: see whether the server is overloaded")
-    body = answer.result()
-    if len(body) > MAX_BYTES:
-        raise OSError(
-            f"it is larger than {MAX_BYTES >> 20} MiB: lower what Spark retains, such as spark.ui.retainedJobs"
-        )
-    return body

@@ -30,8 +30,6 @@ from aviso_workers.errors import (
 from aviso_workers.spark.message_ids import MessageIds
 from aviso_workers.spark.options import WriteOptions
 
-__all__ = ["Rows", "check_columns"]
-
 READ_ONLY = {"event_type", "sequence", "time", "topic", "headers", "_corrupt_record"}
 """Columns of a read that a write may have and does not need."""
 NO_PAYLOAD = b"null"

@@ -33,8 +33,6 @@ from aviso_workers.aviso.literals import Duration
 from aviso_workers.aviso.schema import DateHandler, EventType, Rule, TimeHandler
 from aviso_workers.errors import PipelineError
 
-__all__ = ["COLUMNS", "Expected", "expand", "fields", "fields_of_table", "parse", "parse_table"]
-
 COLUMNS = ("cycle", "start", "due")
 """The columns of a table that are not identifier fields; `start` may be left out, and is then `due`."""
 

@@ -26,8 +26,6 @@ from aviso_workers.errors import InvalidOptionError, UndecodableError
 from aviso_workers.spark.options import ReadOptions
 from aviso_workers.spark.payloads import CORRUPT, PayloadReader
 
-__all__ = ["ColumnConverter", "Layout", "check_wanted", "ddl", "layout"]
-
 T = TypeVar("T")
 
 SHORT_NUMBER = r"^-?[0-9]{1,18}$"

@@ -18,8 +18,6 @@ from pyspark.sql import SparkSession
 from aviso_workers.errors import PipelineError
 from aviso_workers.spark import register
 
-__all__ = ["session", "translated"]
-
 SUBMITTED = "PYSPARK_GATEWAY_PORT"
 """Set by spark-submit."""
 SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"

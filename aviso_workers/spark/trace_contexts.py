@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = ["PARENT", "STATE", "headers", "of_properties"]
-
 PARENT, STATE = "traceparent", "tracestate"
 PROPERTIES = {PARENT: "spark.aviso.traceparent", STATE: "spark.aviso.tracestate"}
 SOUND = {

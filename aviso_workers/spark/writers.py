@@ -48,9 +48,7 @@ from aviso_workers.spark.message_ids import ColumnIds, ContentIds
 from aviso_workers.spark.options import WriteOptions
 from aviso_workers.spark.query_records import QueryBatch, QueryRecord
 from aviso_workers.spark.rows import Rows
-from aviso_workers.state.query_records import BUCKET
-
-__all__ = ["BatchWriter", "StreamWriter", "WrittenRows", "write_counted"]
+from aviso_workers.state.query_records import bucket_of
 
 TYPES = {"int": "BIGINT", "str": "STRING"}
 QUERY, BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
@@ -120,7 +118,7 @@ class _RowWriter:
         if unrecorded := next((task.unrecorded for task in tasks if task.unrecorded), ""):
             logger.warning(
                 f"{self._writing.event}: the next batches will not notice where the stream is deleted and created "
-                f"again, because bucket {BUCKET} cannot be used: {unrecorded}"
+                f"again, because {unrecorded}"
             )
 
 
@@ -302,7 +300,7 @@ class _Task:
                 await self._record.store(now)
                 return now
         except RefusedError as error:
-            self._written.unrecorded = str(error)
+            self._written.unrecorded = f"bucket {bucket_of(self._spec.name)} cannot be used: {error}"
             return await self._ensured()
         if (now := await self._created()) != then:
             raise self._record.lost(then=then, now=now)

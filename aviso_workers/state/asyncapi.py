@@ -27,8 +27,6 @@ from aviso_workers.errors import BackendError, UndecodableError, describe
 from aviso_workers.state import consumer_records, declarations
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "LEFT_OUT", "document", "record", "send_operations", "stored"]
-
 KEPT = (
     Kept(
         bucket=consumer_records.BUCKET,
@@ -102,7 +100,7 @@ async def record(backend: Backend, config: Config, app: Router[Any]) -> None:
     with suppress(BackendError):
         known = await consumer_records.entry(backend, key)
         if known is None or known.value != made:
-            await (await consumer_records.bucket(backend)).put(key, made)
+            await (await consumer_records.bucket(backend, app.name)).put(key, made)
 
 
 async def stored(backend: Backend, app: str) -> Document | None:

@@ -21,8 +21,6 @@ from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.state.kept import Kept
 from aviso_workers.state.own_streams import AUDIT
 
-__all__ = ["KEPT", "AuditRecord", "RecordedAction", "joined", "message_of", "read", "stream_spec"]
-
 SUBJECT = "aviso_workers.audit"
 KEPT_DAYS = 400
 MAX_RECORDS = 100_000

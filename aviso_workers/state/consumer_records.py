@@ -1,8 +1,8 @@
 """How far each agent's durable consumer has come, recorded apart from the consumer, for when that is gone.
 
 A consumer that was deleted leaves nothing behind, and one that is made in its place begins where the agent's `start`
-says: with the whole stream, usually. So the workers of all apps record it in one bucket, of an agent's two consumers,
-that of its events and that of what is tried again: when they open them, when `shared_filters` looks which versions
+says: with the whole stream, usually. So the workers of an app record it in a bucket, of an agent's two consumers, that
+of its events and that of what is tried again: when they open them, when `shared_filters` looks which versions
 there are, and when they stop. Where a consumer is missing, it is recreated and begins after what was settled. The same
 record says since when the oldest notification of the agent is unfinished, which a server does not tell.
 `ops.agent_inventory` reads the records for operators.
@@ -18,51 +18,33 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from datetime import datetime
+from functools import partial
+from itertools import chain
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from aviso_workers import clocks
 from aviso_workers.aviso.codec import read_json
-from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.backends import Admin, Backend, BulkKeyValue, ConsumerInfo
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import (
     BackendError,
+    DeniedError,
     NotFoundError,
     UndecodableError,
     UnreadableStreamError,
 )
+from aviso_workers.jetstream.fields import Number, Seconds, Time
 from aviso_workers.jetstream.key_value import Entry, KeyValue
+from aviso_workers.jetstream.metadata import MAX_NOTED, FilterSubject
+from aviso_workers.state import bucket_names
 from aviso_workers.state.kept import Kept
+from aviso_workers.task_groups import asked_of_each
 
-__all__ = [
-    "BUCKET",
-    "FAILURE",
-    "KEPT",
-    "NOTES",
-    "PAUSE",
-    "RUN",
-    "STUCK_SECONDS",
-    "ConsumerRecord",
-    "alive",
-    "bucket",
-    "create_bucket",
-    "entries",
-    "entry",
-    "mark_removed",
-    "move",
-    "note_key",
-    "notes",
-    "parsed",
-    "remove",
-    "remove_notes",
-    "rename",
-    "stored",
-    "time",
-    "versions_key",
-]
-
-BUCKET = "aviso_workers_consumers"
+BUCKET = bucket_names.bucket_of("<app>", "state")
+"""The bucket, as `KEPT` names it."""
 KEPT = (
     Kept(
         bucket=BUCKET,
@@ -70,18 +52,17 @@ KEPT = (
         holds="how far the consumer of an agent has come (`ConsumerRecord`)",
         until="until `agents rm`",
     ),
-    Kept(
-        bucket=BUCKET,
-        key="streams/<stream>",
-        holds="the key order with which the stream is read (`engine.key_orders`)",
-        until="for ever",
-    ),
 )
-FAILURE, PAUSE, RUN = NOTES = ("failure", "pause", "run")
-"""What workers note for operators of an agent, a timer or a task, or (the last two) the other way round, as the last
-part of its key."""
+FAILURE, RUN = NOTES = ("failure", "run")
+"""What workers note for operators of an agent, a timer or a task, as the last part of its key."""
+PAUSE = "pause"
+"""What is noted the other way round, as `RUN` is too (`orders`)."""
 NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
 """What a key of a bucket cannot have, as the name of a task that is a lambda."""
+KeptBy = Literal["state", "orders"]
+"""Whose bucket of an app: that of its workers, or that of operators (`orders`)."""
+AT_ONCE = 8
+"""Of how many apps the buckets are read at the same time."""
 STUCK_SECONDS = 300.0
 """What may be unfinished for so long, whatever the agent's policy."""
 
@@ -89,18 +70,18 @@ STUCK_SECONDS = 300.0
 class ConsumerRecord(Struct, frozen=True, kw_only=True):
     """How far an agent's consumer had come when a worker last read it."""
 
-    stream_created: datetime
+    stream_created: Time
     """When the stream was created that the sequences are of."""
-    ack_floor: int
+    ack_floor: Number
     """The stream sequence up to which everything is settled."""
-    filter_subjects: tuple[str, ...]
-    time: datetime
+    filter_subjects: Annotated[tuple[FilterSubject, ...], Meta(max_length=MAX_NOTED)]
+    time: Time
     """When this was so, by the server's clock."""
-    unfinished_since: datetime | None = None
+    unfinished_since: Time | None = None
     """Since when the ack floor is this one while there is something to do; None where there is nothing."""
-    longest_seconds: float = STUCK_SECONDS
+    longest_seconds: Seconds = STUCK_SECONDS
     """How long the agent's policy lets a notification be unfinished."""
-    attempt_seconds: float | None = None
+    attempt_seconds: Seconds | None = None
     """How long it lets one attempt take; None where an operator's command wrote the record."""
     removed: bool = False
     """Whether an operator has removed the consumer since: then it is recreated at the agent's `start`."""
@@ -110,28 +91,38 @@ class ConsumerRecord(Struct, frozen=True, kw_only=True):
         return self.stream_created == stream_created and not self.removed
 
 
-async def bucket(backend: Backend) -> KeyValue:
-    """Return the bucket, created where it is missing. Raises `BackendError`."""
-    return await backend.key_value(BUCKET, own=True)
+def bucket_of(app: str) -> str:
+    """Return the name of the app's bucket."""
+    return bucket_names.bucket_of(app, "state")
 
 
-async def create_bucket(backend: Backend) -> None:
+async def bucket(backend: Backend, app: str) -> KeyValue:
+    """Return the bucket of an app, created where it is missing. Raises `BackendError`."""
+    return await backend.key_value(bucket_of(app), own=True)
+
+
+async def create_bucket(backend: Backend, app: str) -> None:
     """Create the bucket where there is none, as the first thing that a worker creates. A server that cannot read its
-    streams says so then, and what it erases is worth least: workers record it again.
+    streams says so then, and what it erases is worth least: workers record it again. Who may not use the bucket has a
+    role of an earlier version, or of another app, and could do a part of its work alone.
 
-    Raises `UnreadableStreamError`; any other failure is that of the agents, who state it.
+    Raises `UnreadableStreamError` and `DeniedError`; any other failure is that of the agents, who state it.
     """
     try:
-        await bucket(backend)
+        await bucket(backend, app)
+    except DeniedError as error:
+        raise DeniedError(
+            f"{error}; the worker needs the permissions that `aviso-workers server render --role worker` prints"
+        ) from error
     except UnreadableStreamError:
         raise
     except BackendError:
         return
 
 
-async def stored(backend: Backend) -> dict[tuple[str, str, str], ConsumerRecord]:
-    """Return all records, by app, agent and stream. Raises `BackendError`."""
-    return parsed(await entries(backend))
+async def stored(admin: Admin) -> dict[tuple[str, str, str], ConsumerRecord]:
+    """Return the records of all apps, by app, agent and stream. Raises `BackendError`."""
+    return parsed(await entries(admin))
 
 
 def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], ConsumerRecord]:
@@ -140,27 +131,41 @@ def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], ConsumerRecor
     return {(key[0], key[1], key[2]): record for key, record in found if record and len(key) == 3}
 
 
-async def entries(backend: Backend) -> list[Entry]:
-    """Return all entries of the bucket, which `versions` and other modules keep theirs in as well; none where there is
-    no bucket. Raises `BackendError`.
+async def entries(admin: Admin, *, kind: KeptBy = "state") -> list[Entry]:
+    """Return the entries of the buckets of all apps, in which `versions` and other modules keep theirs as well. An
+    entry that speaks of another app than its bucket's is none. Raises `BackendError`.
     """
-    kept = await _existing(backend)
-    return await kept.entries() if kept is not None else []
+    apps = await bucket_names.apps_with(admin, kind)
+    found = await asked_of_each(apps, partial(entries_of, admin, kind=kind), at_once=AT_ONCE)
+    return list(chain.from_iterable(found.values()))
 
 
-async def time(backend: Backend) -> datetime:
-    """Return the time by the clock of the server that leads the bucket, which the store times of records are by; our
-    own where there is no bucket. Raises `BackendError`.
+async def entries_of(backend: Backend, app: str, *, kind: KeptBy = "state") -> list[Entry]:
+    """Return the entries of the bucket of one app; none where there is no bucket. Raises `BackendError`."""
+    kept = await _existing(backend, app, kind)
+    return [each for each in await kept.entries() if _app_of(each.key) == app] if kept is not None else []
+
+
+async def time(backend: Backend, app: str) -> datetime:
+    """Return the time by the clock of the server that leads the bucket of an app, which the store times of its records
+    are by; our own where there is no bucket. Raises `BackendError`.
     """
     try:
-        return (await backend.stream_info(f"KV_{BUCKET}")).time
+        return (await backend.stream_info(f"KV_{bucket_of(app)}")).time
     except NotFoundError:
         return clocks.utc_now(backend.clock)
 
 
-async def entry(backend: Backend, key: str) -> Entry | None:
+async def time_of_any(admin: Admin) -> datetime:
+    """Return the time by the clock of a server that leads the bucket of some app; our own where there is none."""
+    for app in (await bucket_names.apps_with(admin, "state"))[:1]:
+        return await time(admin, app)
+    return clocks.utc_now(admin.clock)
+
+
+async def entry(backend: Backend, key: str, *, kind: KeptBy = "state") -> Entry | None:
     """Return the entry of a key; None where there is none, or no bucket. Raises `BackendError`."""
-    kept = await _existing(backend)
+    kept = await _existing(backend, _app_of(key), kind)
     return await kept.get(key) if kept is not None else None
 
 
@@ -183,12 +188,12 @@ async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, c
         time=info.time,
         removed=True,
     )
-    await (await bucket(backend)).put(key_of(app, agent, stream), msgspec.json.encode(record))
+    await (await bucket(backend, app)).put(key_of(app, agent, stream), msgspec.json.encode(record))
 
 
 async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None:
     """Forget that there was a consumer, because its agent is retired. Raises `BackendError`."""
-    kept = await _existing(backend)
+    kept = await _existing(backend, app)
     if kept is None:
         return
     for key in (key_of(app, agent, stream), versions_key(app, agent, stream)):
@@ -208,16 +213,16 @@ async def remove_notes(backend: Backend, *, app: str, agent: str = "") -> None:
     """Forget what workers have noted of an agent, or of everything of the app, because it is retired. Raises
     `BackendError`.
     """
-    found = await entries(backend)
+    found = await entries_of(backend, app)
     for note in NOTES:
-        for (owner, kind, name), each in notes(found, note):
-            if owner == app and (not agent or (kind, name) == ("agents", agent)):
-                await (await bucket(backend)).delete(each.key)
+        for (_, kind, name), each in notes(found, note):
+            if not agent or (kind, name) == ("agents", agent):
+                await (await bucket(backend, app)).delete(each.key)
 
 
 async def rename(backend: Backend, record: ConsumerRecord, *, app: str, agent: str, stream: str) -> None:
     """Record for an agent how far the consumer of another one had come. Raises `BackendError`."""
-    await (await bucket(backend)).put(key_of(app, agent, stream), msgspec.json.encode(record))
+    await (await bucket(backend, app)).put(key_of(app, agent, stream), msgspec.json.encode(record))
 
 
 async def move(
@@ -226,7 +231,7 @@ async def move(
     """Record that a consumer was taken to another place, or goes on there when it is recreated. Where no worker has
     made the bucket, nothing is recorded. Raises `BackendError`.
     """
-    kept = await _existing(backend)
+    kept = await _existing(backend, app)
     if kept is None:
         return
     info = await backend.stream_info(stream)
@@ -239,8 +244,12 @@ async def move(
     await kept.put(key_of(app, agent, stream), msgspec.json.encode(moved))
 
 
-async def _existing(backend: Backend) -> KeyValue | None:
-    return await open_existing(backend, BUCKET, own=True)
+async def _existing(backend: Backend, app: str, kind: KeptBy = "state") -> BulkKeyValue | None:
+    return await open_existing(backend, bucket_names.bucket_of(app, kind), own=True)
+
+
+def _app_of(key: str) -> str:
+    return key.partition("/")[0]
 
 
 async def read(backend: Backend, key: str) -> ConsumerRecord | None:
@@ -250,7 +259,7 @@ async def read(backend: Backend, key: str) -> ConsumerRecord | None:
 
 
 def versions_key(app: str, agent: str, stream: str) -> str:
-    """Return the key under which `versions` are registered in `BUCKET`."""
+    """Return the key under which `versions` are registered in the bucket."""
     return f"{key_of(app, agent, stream)}/versions"
 
 

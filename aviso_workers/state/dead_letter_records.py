@@ -1,6 +1,6 @@
 """Dead letters as they are stored, and the way back to their agents.
 
-A dead letter keeps the bytes and the reason in a stream of its own, under `aviso_workers.dead_letters.<app>.<agent>`:
+A dead letter keeps the bytes and the reason in a stream of its app, under `aviso_workers.dead_letters.<app>.<agent>`:
 the body is the original's, untouched, and what is known of it is in the headers below. A dead letter that is to be
 tried again is copied to the retries, under `aviso_workers.retries.<app>.<agent>`, where only that agent reads; there it
 counts as fresh. `engine.dead_letter_store` stores them.
@@ -19,30 +19,15 @@ from datetime import datetime
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import Message, read_number, store_time
-from aviso_workers.aviso.literals import quoted
+from aviso_workers.aviso.literals import SECOND, quoted
 from aviso_workers.config import Config, streams
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream import answers
-from aviso_workers.jetstream.fields import DAY, SECOND
+from aviso_workers.jetstream.fields import DAY
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.state import own_streams
 from aviso_workers.state.kept import Kept
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
-
-__all__ = [
-    "COMPRESSED",
-    "KEPT",
-    "RETRIED",
-    "SUBJECT",
-    "DeadLetter",
-    "compressed",
-    "retries_spec",
-    "retry_of",
-    "retry_subject",
-    "stream_spec",
-    "subject_of",
-    "unwrap",
-    "without",
-]
 
 SUBJECT = "aviso_workers.dead_letters"
 RETRIES_SUBJECT = "aviso_workers.retries"
@@ -51,13 +36,13 @@ RETRIES_ONCE_SECONDS = 3600
 """A retry that is broken off and repeated within this time is stored once."""
 KEPT = (
     Kept(
-        stream=DEAD_LETTERS,
+        stream=own_streams.of_app(DEAD_LETTERS, "<app>"),
         key=f"{SUBJECT}.<app>.<agent>",
         holds="a dead letter: the original's body, compressed if it is too large, and in headers what is known of it",
         until="until it is retried or dropped",
     ),
     Kept(
-        stream=RETRIES,
+        stream=own_streams.of_app(RETRIES, "<app>"),
         key=f"{RETRIES_SUBJECT}.<app>.<agent>",
         holds="a dead letter that its agent is to handle again",
         until=f"{RETRIES_KEPT_DAYS} days",
@@ -74,6 +59,10 @@ MAX_RESTORED_BYTES = 64 * 2**20 + 2**17
 than 64 KiB."""
 FASTEST = 1
 """The level of compression: the event loop waits for it, and a few kilobytes have to be saved."""
+
+
+LetterId = tuple[str, int]
+"""An app, and the sequence of one of its dead letters."""
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
@@ -95,18 +84,26 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     stored: Message
     """The dead letter itself, as the stream holds it."""
 
+    @property
+    def id(self) -> LetterId:
+        return self.app, self.sequence
+
     @classmethod
-    def read(cls, message: Message) -> DeadLetter:
-        """Return the dead letter that a message stores. Raises `UndecodableError` where it stores none."""
+    def read(cls, message: Message, app: str) -> DeadLetter:
+        """Return the dead letter that a message of the app's stream stores. Raises `UndecodableError` where it stores
+        none.
+        """
+        stream = own_streams.of_app(DEAD_LETTERS, app)
         headers = message.headers or {}
         try:
             if why := answers.why_foreign(message):
                 raise UndecodableError(why)
-            _require_own(message, subject_of)
+            if (named := _require_own(message, subject_of)) != app:
+                raise UndecodableError(f"it is of app {named}")
             return cls(
                 sequence=message.sequence,
                 time=store_time(message),
-                app=headers["Aviso-App"],
+                app=app,
                 agent=headers["Aviso-Agent"],
                 reason=headers["Aviso-Reason"],
                 error=headers["Aviso-Error"],
@@ -118,24 +115,28 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
             )
         except (KeyError, UndecodableError) as error:
             raise UndecodableError(
-                f"message {message.sequence} of {DEAD_LETTERS} is not a dead letter: {error}; to remove it: "
-                f"nats stream rmm {quoted(DEAD_LETTERS)} {quoted(str(message.sequence))}"
+                f"message {message.sequence} of {stream} is not a dead letter: {error}; to remove it: "
+                f"nats stream rmm {quoted(stream)} {quoted(str(message.sequence))}"
             ) from error
 
 
-def stream_spec(config: Config) -> StreamSpec:
-    """Return the stream of the dead letters."""
+def stream_spec(app: str, config: Config) -> StreamSpec:
+    """Return the stream of an app's dead letters."""
     max_bytes = config.workers.dead_letters.max_bytes
     return streams.own_stream(
-        DEAD_LETTERS, f"{SUBJECT}.>", config, discard="new", max_bytes=int(max_bytes) if max_bytes else -1
+        own_streams.of_app(DEAD_LETTERS, app),
+        f"{SUBJECT}.{app}.>",
+        config,
+        discard="new",
+        max_bytes=int(max_bytes) if max_bytes else -1,
     )
 
 
-def retries_spec(config: Config) -> StreamSpec:
-    """Return the stream of the dead letters that are tried again."""
+def retries_spec(app: str, config: Config) -> StreamSpec:
+    """Return the stream of an app's dead letters that are tried again."""
     return streams.own_stream(
-        RETRIES,
-        f"{RETRIES_SUBJECT}.>",
+        own_streams.of_app(RETRIES, app),
+        f"{RETRIES_SUBJECT}.{app}.>",
         config,
         max_age=RETRIES_KEPT_DAYS * DAY,
         duplicate_window=RETRIES_ONCE_SECONDS * SECOND,
@@ -152,36 +153,38 @@ def retry_subject(app: str, agent: str) -> str:
     return f"{RETRIES_SUBJECT}.{app}.{agent}"
 
 
-def retry_of(dead_letter: DeadLetter) -> tuple[Message, str]:
-    """Return the copy that hands a dead letter back to its agent, and its message id, which is always the same."""
+def retry_of(dead_letter: DeadLetter) -> tuple[Message, str, str]:
+    """Return the copy that hands a dead letter back to its agent, its message id, which is always the same, and its
+    stream.
+    """
     message_id = f"{dead_letter.sequence}.{dead_letter.stored.timestamp_ns}"
     headers = {**without(dead_letter.stored.headers, "Nats-"), RETRIED: message_id}
-    return Message(
-        subject=retry_subject(dead_letter.app, dead_letter.agent), data=dead_letter.stored.data, headers=headers
-    ), message_id
+    subject = retry_subject(dead_letter.app, dead_letter.agent)
+    copy = Message(subject=subject, data=dead_letter.stored.data, headers=headers)
+    return copy, message_id, own_streams.of_app(RETRIES, dead_letter.app)
 
 
 def unwrap(retry: Message) -> tuple[Message, str]:
-    """Return the original that a message of the retries carries, and its stream."""
+    """Return the original that a message of the retries carries, and its stream. What nobody of us has written is
+    returned as it is, without a stream: it will not decode, and become a dead letter with its bytes.
+    """
     headers = retry.headers or {}
     try:
         _require_own(retry, retry_subject)
         return _original(retry), headers["Aviso-Stream"]
     except (KeyError, UndecodableError):
-        return (
-            retry,
-            RETRIES,
-        )  # not written by us: it will not decode, and become a dead letter with its bytes
+        return retry, ""
 
 
-def _require_own(message: Message, subject_of: Callable[[str, str], str]) -> None:
-    """Raise `UndecodableError` where the headers name another agent than the subject, which permissions of the server
-    concern; `KeyError` where they name none.
+def _require_own(message: Message, subject_of: Callable[[str, str], str]) -> str:
+    """Return the app that the headers name. Raise `UndecodableError` where they name another agent than the subject,
+    which permissions of the server concern; `KeyError` where they name none.
     """
     headers = message.headers or {}
     app, agent = headers["Aviso-App"], headers["Aviso-Agent"]
     if message.subject != subject_of(app, agent):
         raise UndecodableError(f"its headers say that it is of agent {app}/{agent}, its subject is {message.subject}")
+    return app
 
 
 def compressed(original: Message) -> Message:

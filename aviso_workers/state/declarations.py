@@ -28,7 +28,7 @@ from aviso_workers.aviso import topics
 from aviso_workers.aviso.codec import read_json
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.aviso.schema import EventType, parse_where
-from aviso_workers.backends import Backend
+from aviso_workers.backends import Admin, Backend
 from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.batches import Batch
@@ -41,24 +41,15 @@ from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 from aviso_workers.version import __version__
 
-__all__ = [
-    "KEPT",
-    "AppDeclarations",
-    "Deploy",
-    "deploys",
-    "document_key",
-    "event_types",
-    "lost",
-    "policy",
-    "record",
-    "remove",
-    "stored",
-]
-
 T = TypeVar("T")
 END, DEPLOYS = "declared", "deploys"
 MAX_DEPLOYS, MAX_CHANGES = 10, 20
 """How many are kept, and how many changes of one are told."""
+MAX_BYTES, MAX_EACH = 512 << 10, 2_000
+"""Of a record: its size, and how many event types, agents and timers it may have. A larger one cannot be read, because
+operators' tools work on the records of all apps whenever they look."""
+MAX_VALUES, MAX_KEY, MAX_LEVELS = 10_000, 200, 8
+"""Of a record's event types: the number of values in all entries, the characters of a key, and how deep they nest."""
 LOOK_SECONDS = 300.0
 """How often a worker looks whether what its app declares is still recorded."""
 KEPT = (
@@ -75,7 +66,7 @@ class AppDeclarations(Struct, frozen=True, kw_only=True):
     """What an app declares."""
 
     time: Time
-    """When the worker recorded it that started, by the server's clock."""
+    """When the worker recorded it that started, by the server's clock: what is read has the time when it was stored."""
     version: str
     """Of aviso-workers."""
     modules: tuple[str, ...]
@@ -131,7 +122,7 @@ async def record(
     with suppress(BackendError):
         known = _read(await consumer_records.entry(backend, _key(app)), AppDeclarations)
         if known is None or structs.replace(found, time=known.time) != known:
-            bucket = await consumer_records.bucket(backend)
+            bucket = await consumer_records.bucket(backend, app)
             found = structs.replace(found, time=await bucket.time())
             # The deploy first, so that a worker that is killed in between leaves both to the next one.
             await key_value.compare_and_set(
@@ -140,15 +131,49 @@ async def record(
             await bucket.put(_key(app), msgspec.json.encode(found))
 
 
-async def stored(backend: Backend) -> dict[str, AppDeclarations]:
+async def stored(admin: Admin) -> dict[str, AppDeclarations]:
     """Return what apps declare, by app. Raises `BackendError`."""
-    return parsed(await consumer_records.entries(backend))
+    return parsed(await consumer_records.entries(admin))[0]
 
 
-def parsed(entries: Iterable[Entry]) -> dict[str, AppDeclarations]:
-    """Return what apps declare, among the entries of the bucket, by app."""
-    found = [(each.key.split("/"), _read(each, AppDeclarations)) for each in entries]
-    return {key[0]: declared for key, declared in found if declared and len(key) == 2 and key[1] == END}
+def parsed(entries: Iterable[Entry]) -> tuple[dict[str, AppDeclarations], list[str]]:
+    """Return what apps declare, among the entries of the bucket, by app; and a sentence for each record that cannot be
+    read."""
+    found: dict[str, AppDeclarations] = {}
+    unreadable = []
+    for entry in entries:
+        app, _, end = entry.key.partition("/")
+        if end != END:
+            continue
+        try:
+            found[app] = structs.replace(_declarations(entry), time=entry.time)
+        except UndecodableError as error:
+            unreadable.append(f"what app {app} declares is left out, because its record cannot be read: {error!s:.200}")
+    return found, unreadable
+
+
+def _declarations(entry: Entry) -> AppDeclarations:
+    """Return what an app declares. Raises `UndecodableError`, also where it is more than an app can mean."""
+    if (size := len(entry.value)) > MAX_BYTES:
+        raise UndecodableError(f"it has {size:,} bytes, and at most {MAX_BYTES:,} are read")
+    found = read_json(entry.value, AppDeclarations)
+    for what in ("event_types", "agents", "timers"):
+        if (number := len(getattr(found, what))) > MAX_EACH:
+            raise UndecodableError(f"it has {number:,} {what.replace('_', ' ')}, and at most {MAX_EACH:,} are read")
+    if sum(1 for _ in _values(found.event_types)) > MAX_VALUES:
+        raise UndecodableError(f"its event types have more than {MAX_VALUES:,} values")
+    return found
+
+
+def _values(value: object, level: int = 0) -> Iterator[object]:
+    """Yield the values inside of one, at all levels. Raises `UndecodableError` for a long key or too many levels."""
+    if level > MAX_LEVELS:
+        raise UndecodableError(f"its event types are nested deeper than {MAX_LEVELS} levels")
+    if isinstance(value, dict) and any(len(key) > MAX_KEY for key in value):
+        raise UndecodableError(f"its event types have a key of more than {MAX_KEY} characters")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield item
+        yield from _values(item, level + 1)
 
 
 async def lost(backend: Backend, *, app: str) -> None:
@@ -164,7 +189,7 @@ async def remove(backend: Backend, *, app: str) -> None:
     """Forget what a retired app declares. Raises `BackendError`."""
     for key in (_key(app), f"{app}/{DEPLOYS}", document_key(app)):
         if await consumer_records.entry(backend, key) is not None:
-            await (await consumer_records.bucket(backend)).delete(key)
+            await (await consumer_records.bucket(backend, app)).delete(key)
 
 
 def deploys(entries: Iterable[Entry]) -> dict[str, tuple[Deploy, ...]]:
@@ -243,22 +268,40 @@ def event_types(
     found: Mapping[str, AppDeclarations], *, known: Collection[str]
 ) -> dict[str, tuple[YamlNode, tuple[str, ...]]]:
     """Return the event types that are not `known`, by name: the entry that a file would have, and the apps that declare
-    another one of that name. The newest record counts.
+    another one of that name.
+
+    Of several, that of an app whose agents read it goes before others, then the record that was stored first: an app
+    cannot put its own in the place of another app's. One with another base is there too, as `NAME (app APP)`, so that
+    the agents on its stream are found.
     """
+    ordered = []
+    for app, declared in found.items():
+        read = set(declared.agents.values())
+        ordered += [(name not in read, declared.time, app, name) for name in declared.event_types if name not in known]
+    places = {app: KeyPlace(rank=IN_PYTHON, line=0, source=_source(app, each)) for app, each in found.items()}
     entries: dict[str, tuple[YamlNode, tuple[str, ...]]] = {}
-    for app, declared in sorted(found.items(), key=lambda item: item[1].time, reverse=True):
-        source = (
-            f"app {app} ({', '.join(declared.modules)}; aviso-workers {declared.version}), recorded at "
-            f"{declared.time.isoformat(timespec='seconds')}"
-        )
-        for name, entry in declared.event_types.items():
-            if name in known:
-                continue
-            node = node_of(entry, KeyPlace(rank=IN_PYTHON, line=0, source=source))
-            taken, others = entries.setdefault(name, (node, ()))
-            if taken.resolved != node.resolved:
-                entries[name] = (taken, (*others, app))
+    for _, _, app, name in sorted(ordered):
+        node = node_of(found[app].event_types[name], places[app])
+        taken, others = entries.setdefault(name, (node, ()))
+        if taken.resolved == node.resolved:
+            continue
+        entries[name] = (taken, (*others, app))
+        if _base(name, taken) != _base(name, node):
+            entries[f"{name} (app {app})"] = (node, ())
     return entries
+
+
+def _source(app: str, declared: AppDeclarations) -> str:
+    modules = f"{', '.join(declared.modules):.200}"
+    recorded = declared.time.isoformat(timespec="seconds")
+    return f"app {app} ({modules}; aviso-workers {declared.version:.40}), recorded at {recorded}"
+
+
+def _base(name: str, entry: YamlNode) -> object:
+    """Return the base of an event type's entry that may have any form."""
+    topic = entry.value.get("topic") if isinstance(entry.value, dict) else None
+    base = topic.value.get("base") if topic and isinstance(topic.value, dict) else None
+    return base.value if base else name
 
 
 def policy(schema: Mapping[str, EventType], agent: Agent[Any, Any]) -> dict[str, str]:

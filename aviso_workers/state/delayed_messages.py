@@ -2,11 +2,12 @@
 
 They wait on the server, as message schedules (NATS ADR-51). What a schedule produces stays in its stream, and the
 stream of an event holds what an aviso-server would write there and nothing else; so they wait in a stream of our own,
-and when one is due the server moves it to where `delayed_delivery` reads.
+and when one is due the server moves it to where `delayed_delivery` reads. Each event stream has a stream of what waits
+for it, because a server's permissions bind whole streams: who may purge one can remove all that waits there.
 
 A schedule's subject follows from stream and message id, and a subject has one schedule: what is published again under
 its id while it waits takes its own place. The server says, with what is due, which subject that was, and takes no
-message that says so itself. So whoever may write below `aviso_workers.schedule.wait.MARS` has something published to
+message that says so itself. So whoever may write below `aviso_workers.schedule.MARS.wait` has something published to
 the stream MARS, and nowhere else; and only under the base of an event type that the worker's configuration has.
 """
 
@@ -16,7 +17,7 @@ import hashlib
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
-from aviso_workers.aviso import literals, topics
+from aviso_workers.aviso import literals, schema, topics
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.backends import Backend, Outgoing
@@ -26,45 +27,28 @@ from aviso_workers.errors import (
     RefusedError,
     UndecodableError,
 )
-from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.jetstream.specs import SCHEDULES, StreamSpec
 from aviso_workers.state.kept import Kept
-from aviso_workers.state.own_streams import DELAYED
-
-__all__ = [
-    "DUE",
-    "KEPT",
-    "all_waiting",
-    "due_of",
-    "is_later",
-    "is_served",
-    "original",
-    "require_server",
-    "schedule",
-    "stream_spec",
-    "waiting",
-]
 
 SUBJECT = "aviso_workers.schedule"
-DUE = f"{SUBJECT}.due"
-"""Beneath it, by stream, is what `delayed_delivery` reads."""
 KEPT = (
     Kept(
-        stream=DELAYED,
-        key=f"{SUBJECT}.wait.<stream>.<digest of the message id>",
+        stream=f"{SCHEDULES}<stream>",
+        key=f"{SUBJECT}.<stream>.wait.<digest of the message id>",
         holds="a notification that is to be published later",
         until="until it is due",
     ),
     Kept(
-        stream=DELAYED,
-        key=f"{DUE}.<stream>",
+        stream=f"{SCHEDULES}<stream>",
+        key=f"{SUBJECT}.<stream>.due",
         holds="a notification that is due",
         until="until a worker has published it",
     ),
 )
 READER = "schedule-courier"
-"""The name of the subscription that publishes what is due."""
+"""The name of the subscriptions that publish what is due."""
 DURABLE = f"aviso_workers__{READER}"
-"""One for all apps, so that it does not matter whose workers run."""
+"""One on each stream of what waits, for all apps, so that it does not matter whose workers run."""
 SCHEDULED_BY = "Nats-Scheduler"
 """The header that the server gives to what is due: the subject under which it waited."""
 TTL = "Nats-TTL"
@@ -73,6 +57,16 @@ KEPT_TTL = "Aviso-TTL"
 DIGEST_BYTES = 16
 TOO_LATE = datetime(2262, 1, 1, tzinfo=UTC)
 """A server takes what is later for past, and delivers it at once: its 64 bits hold nanoseconds up to April 2262."""
+
+
+def stream_of(stream: str) -> str:
+    """Return the name of the stream of what waits to be stored in this event stream."""
+    return f"{SCHEDULES}{stream}"
+
+
+def event_stream_of(name: str) -> str:
+    """Return the event stream for which a stream of this name keeps what waits; empty where it keeps nothing of it."""
+    return name.removeprefix(SCHEDULES) if name.startswith(SCHEDULES) else ""
 
 
 def require_server(backend: Backend) -> None:
@@ -126,12 +120,17 @@ def _due(wanted: Notify, *, now: datetime) -> datetime:
 
 def waiting(stream: str, message_id: str) -> str:
     """Return the subject under which a notification waits that is to be stored in this stream."""
-    return f"{SUBJECT}.wait.{stream}.{hashlib.blake2b(message_id.encode(), digest_size=DIGEST_BYTES).hexdigest()}"
+    return f"{SUBJECT}.{stream}.wait.{hashlib.blake2b(message_id.encode(), digest_size=DIGEST_BYTES).hexdigest()}"
 
 
-def all_waiting(stream: str) -> tuple[str, ...]:
-    """Return the filter subjects of what waits, or is due, to be stored in this stream."""
-    return f"{SUBJECT}.wait.{stream}.*", f"{DUE}.{stream}"
+def all_waiting(stream: str) -> str:
+    """Return the subjects, with a wildcard, under which notifications wait that are to be stored in this stream."""
+    return f"{SUBJECT}.{stream}.wait.*"
+
+
+def due_subject(stream: str) -> str:
+    """Return the subject of the notifications that are due to be stored in this stream."""
+    return f"{SUBJECT}.{stream}.due"
 
 
 def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: str) -> Outgoing:
@@ -148,12 +147,14 @@ def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: 
         "Aviso-Stream": outgoing.stream,
         "Aviso-Message-Id": outgoing.message_id,
         "Nats-Schedule": f"@at {due.isoformat()}",
-        "Nats-Schedule-Target": f"{DUE}.{outgoing.stream}",
+        "Nats-Schedule-Target": due_subject(outgoing.stream),
     }
     if TTL in headers:
         headers[KEPT_TTL] = headers.pop(TTL)
     subject = waiting(outgoing.stream, outgoing.message_id)
-    return Outgoing(Message(subject=subject, data=message.data, headers=headers), message_id, DELAYED)
+    return Outgoing(
+        Message(subject=subject, data=message.data, headers=headers), message_id, stream_of(outgoing.stream)
+    )
 
 
 def original(message: Message) -> Outgoing:
@@ -169,16 +170,17 @@ def original(message: Message) -> Outgoing:
         subject, stream = headers["Aviso-Subject"], headers["Aviso-Stream"]
         message_id, waited = headers["Aviso-Message-Id"], headers.get(SCHEDULED_BY, message.subject)
     except KeyError as error:
-        raise UndecodableError(f"message {message.sequence} of {DELAYED} has no header {error}") from error
+        raise UndecodableError(f"message {message.sequence} has no header {error}") from error
     if waited != waiting(stream, message_id):
         # Else whoever may write here could have us write what it may not: to buckets, or to the server's own subjects.
-        raise UndecodableError(f"message {message.sequence} of {DELAYED} waited as {waited}, which is not for {stream}")
+        raise UndecodableError(f"message {message.sequence} waited as {waited}, which is not for {stream}")
     topics.check_subject(subject)
-    if topics.stream_name(subject.partition(".")[0]) != stream:
-        raise UndecodableError(f"message {message.sequence} of {DELAYED} is for {subject}, no notification of {stream}")
+    base = subject.partition(".")[0]
+    if schema.base_problem(base) or topics.stream_name(base) != stream:
+        raise UndecodableError(f"message {message.sequence} is for {subject}, no notification of {stream}")
     return Outgoing(Message(subject=subject, data=message.data, headers=kept), message_id, stream)
 
 
-def stream_spec(config: Config) -> StreamSpec:
-    """Return the stream of what waits, and of what is due until it is published."""
-    return streams.own_stream(DELAYED, f"{SUBJECT}.>", config, allow_msg_schedules=True)
+def stream_spec(stream: str, config: Config) -> StreamSpec:
+    """Return the stream of what waits for this event stream, and of what is due until it is published."""
+    return streams.own_stream(stream_of(stream), f"{SUBJECT}.{stream}.>", config, allow_msg_schedules=True)

@@ -1,14 +1,13 @@
-"""The bucket of an app's failure counts, of the records of handlers that have begun, and of what persons have decided
-about notifications that are retried. `engine.attempts` writes the first two, `ops.retried` and `engine.decisions` the
-third.
+"""The bucket of an app's failure counts, of the records of handlers that have begun, and of what became of the
+decisions of persons about notifications that are retried (`orders`). `engine.attempts` writes the first two,
+`engine.decisions` the third.
 
-A count has the key `<agent>.<stream>.<sequence>.<store time>`, a record of a handler the same with `.began`, and a
-decision the same with `.decided`.
+A count has the key `<agent>.<stream>.<sequence>.<store time>`, a record of a handler the same with `.began`, and that
+of a decision the same with `.decided`.
 """
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Literal
 
 import msgspec
@@ -17,84 +16,59 @@ from msgspec import Struct
 from aviso_workers.aviso.codec import read_json, read_number
 from aviso_workers.backends import Entry, KeyValue
 from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import TTL, ttl_text
+from aviso_workers.state import bucket_names
 from aviso_workers.state.kept import Kept
-
-__all__ = [
-    "ALONE",
-    "BEGAN_SUBJECT",
-    "BESIDE_OTHERS",
-    "BUCKET_SUFFIX",
-    "DECIDED",
-    "DECISION_SECONDS",
-    "KEPT",
-    "KEPT_SECONDS",
-    "Decides",
-    "Decision",
-    "Outcome",
-    "app_of",
-    "decision",
-    "key_of",
-    "parse_began",
-    "parse_key",
-    "store_decision",
-]
+from aviso_workers.state.orders import DECISION_SECONDS
 
 BESIDE_OTHERS = b"beside_others"
 ALONE = b"alone"
 DECIDED = ".decided"
-"""How the key of a decision ends."""
-BUCKET_SUFFIX = "_failures"
+"""How the key of the record of a decision ends."""
 BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
 """The filter subject of the records that a handler has begun, in the bucket of any app."""
 KEPT_SECONDS = 7 * 86400.0
 """For how long a new bucket keeps an entry."""
-DECISION_SECONDS = 3600.0
-"""For how long a decision stands that no worker has carried out."""
-OUTCOME_SECONDS = 60.0
-"""For how long it can be read what became of a decision."""
 KEPT = (
     Kept(
-        bucket=f"<app>{BUCKET_SUFFIX}",
+        bucket=bucket_names.bucket_of("<app>", "failures"),
         key="<agent>.<stream>.<sequence>.<store time>",
         holds="how often a notification has failed",
         until="7 days after the last failure, or twice as long as it waits",
     ),
     Kept(
-        bucket=f"<app>{BUCKET_SUFFIX}",
+        bucket=bucket_names.bucket_of("<app>", "failures"),
         key="<agent>.<stream>.<sequence>.<store time>.began",
         holds="that a handler has begun with a notification that came again without a failure",
         until="until it ends",
     ),
     Kept(
-        bucket=f"<app>{BUCKET_SUFFIX}",
+        bucket=bucket_names.bucket_of("<app>", "failures"),
         key=f"<agent>.<stream>.<sequence>.<store time>{DECIDED}",
-        holds="what a person has decided about a notification that is retried (`Decision`)",
-        until="an hour, or a minute after it was carried out",
+        holds="that a worker has taken a decision about the notification, and what became of it (`Taken`)",
+        until="an hour: for longer than the decision stands",
     ),
 )
-Decides = Literal["retry", "skip"]
-"""What a person may decide: to try a notification again now, or to have it become a dead letter."""
 Outcome = Literal["", "handled", "failed", "dead_letter", "skipped"]
 
 
-class Decision(Struct, frozen=True, kw_only=True):
-    """What a person has decided about a notification that is retried, and what became of that."""
+class Taken(Struct, frozen=True, kw_only=True):
+    """That a worker has begun to carry out what a person has decided, and what became of that."""
 
-    decides: Decides
-    at: datetime
-    by: str = ""
-    """The person; empty where that is not known."""
-    last_error: str = ""
-    """The error for which the notification was retried; empty where that is not known."""
-    taken: bool = False
-    """Whether a worker has begun to carry it out."""
+    order: int
+    """The revision of the decision."""
     outcome: Outcome = ""
     """What became of the notification; empty until that is known."""
     error: str = ""
     """The error with which it failed again, or for which its dead letter could not be stored."""
-    again_at: datetime | None = None
+    again_at: Time | None = None
     """When it is tried again, where it has failed again."""
+
+
+def bucket_of(app: str) -> str:
+    """Return the bucket of the app's failure counts."""
+    return bucket_names.bucket_of(app, "failures")
 
 
 def key_of(agent: str, stream: str, sequence: int, timestamp_ns: int) -> str:
@@ -108,31 +82,29 @@ def parse_key(key: str) -> tuple[int, int]:
     return read_number(sequence), read_number(timestamp_ns)
 
 
-def decision(entry: Entry | None) -> Decision | None:
-    """Return the decision of an entry; None where there is none, as after it was deleted."""
+def taken(entry: Entry | None, *, order: int) -> Taken | None:
+    """Return what an entry says of the decision of this revision; None where it says nothing of it."""
     if entry is None or entry.deleted:
         return None
     try:
-        return read_json(entry.value, Decision)
+        found = read_json(entry.value, Taken)
     except UndecodableError:
-        return None  # neither a person's tool nor a worker has written it
+        return None  # no worker has written it
+    return found if found.order == order else None
 
 
-async def store_decision(bucket: KeyValue, key: str, decision: Decision, *, revision: int | None = None) -> int:
-    """Store a decision for the time that it stands, or for a minute once its outcome is known, and return its revision.
-
-    Raises as `KeyValue.put` does.
+async def store_taken(bucket: KeyValue, key: str, taken: Taken, *, revision: int) -> int:
+    """Store the record of a decision in the place of this revision, and return its own. It outlives the decision, or
+    that would be carried out again. Raises as `KeyValue.put` does.
     """
-    seconds = OUTCOME_SECONDS if decision.outcome else DECISION_SECONDS
-    # The header by hand: a bucket with an age takes it as well. Before nats-server 2.11, the age has to do.
-    headers = {TTL: ttl_text(seconds)}
-    return await bucket.put(f"{key}{DECIDED}", msgspec.json.encode(decision), revision=revision, headers=headers)
+    headers = {TTL: ttl_text(DECISION_SECONDS)}  # by hand: a bucket with an age takes it as well
+    return await bucket.put(f"{key}{DECIDED}", msgspec.json.encode(taken), revision=revision, headers=headers)
 
 
 def app_of(stream: str) -> str:
     """Return the app whose bucket of failure counts is kept in that stream; empty where it is none."""
-    is_one = stream.startswith("KV_") and stream.endswith(BUCKET_SUFFIX)
-    return stream.removeprefix("KV_").removesuffix(BUCKET_SUFFIX) if is_one else ""
+    found = bucket_names.parse(stream.removeprefix("KV_")) if stream.startswith("KV_") else None
+    return found.app if found and found.kind == "failures" else ""
 
 
 def parse_began(subject: str) -> tuple[str, str, int]:

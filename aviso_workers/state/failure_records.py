@@ -1,13 +1,9 @@
-"""The last failure of each agent, timer and task of an app, recorded for operators who ask what is wrong with it, and
-since when what an agent depends on is away.
+"""The last failure of each agent, timer and task of an app, recorded for operators who ask what is wrong with it.
 
 All workers of the app keep one record of each in the bucket of `consumer_records`, under
 `<app>/<agents|timers|tasks>/<name>/failure`. It is written at the first failure, and then at most every
 `WRITE_SECONDS`, so nothing is written for what succeeds. A failure is over when it has not come again for
 `OVER_SECONDS` after its next attempt was due. That of a timer is over when the timer succeeds.
-
-A worker in which a dependency of an agent is away says so every `RENEW_SECONDS`. It is over when one of them says that
-it is back, or when none has said it for `AWAY_SECONDS`, as where they have died.
 
 Nothing depends on these records. Where the bucket cannot be written, the next failure is recorded; the log has all.
 """
@@ -15,24 +11,22 @@ Nothing depends on these records. Where the bucket cannot be written, the next f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Literal
 
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import read_json
-from aviso_workers.backends import Backend
+from aviso_workers.backends import Admin, Backend
 from aviso_workers.declare.retry import USUAL_ATTEMPTS
 from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.fields import Number, Time
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "Kind", "LastFailure", "Retrying", "is_blocked", "parsed", "remove_others", "shifted", "stored"]
-
 Kind = Literal["agents", "timers", "tasks"]
 WRITE_SECONDS = 5.0
-RENEW_SECONDS, AWAY_SECONDS = 20.0, 60.0
 SLOW_WRITE = timedelta(seconds=2)
 """A write takes less: what was stored so much before or after it was written was written by a clock that is wrong."""
 KEPT = (
@@ -48,18 +42,18 @@ KEPT = (
 class Retrying(Struct, frozen=True, kw_only=True):
     """A notification that waits for its next attempt."""
 
-    again_at: datetime
+    again_at: Time
     """When its wait for the next attempt ends."""
     stream: str
     """The stream of the agent's events."""
-    sequence: int
-    timestamp_ns: int
+    sequence: Number
+    timestamp_ns: Number
     """When it was stored, in nanoseconds since 1970."""
     handed_back: bool = False
     """Whether it is a dead letter that was handed back."""
-    attempt: int
+    attempt: Number
     """How often it has failed."""
-    attempts: int | None
+    attempts: Number | None
     """After so many failures it becomes a dead letter; None: never."""
     blocked: bool = False
     """Whether the agent, which has no limit of attempts, is blocked at it: it has failed as often as is usual."""
@@ -67,7 +61,7 @@ class Retrying(Struct, frozen=True, kw_only=True):
     """The class and the text of the error."""
     key: str = ""
     """Its ordering key; empty where the agent has no order."""
-    behind: int = 0
+    behind: Number = 0
     """How many notifications of this key waited behind it when this was recorded."""
 
 
@@ -84,28 +78,20 @@ class LastFailure(Struct, frozen=True, kw_only=True):
     text: str
     at: str
     """The file and the line that raised it, such as `fields.py:12`; empty where that is not known."""
-    since: datetime
+    since: Time
     """When it failed first, without having been well in between."""
-    last: datetime
-    until: datetime
+    last: Time
+    until: Time
     """When it is over, if it does not fail again."""
-    written: datetime
+    written: Time
     """When this was recorded, by the server's clock."""
-    times: int
+    times: Number
     """How often it has failed since then, in all workers."""
     retrying: tuple[Retrying, ...] = ()
     of_window: bool = False
     """Whether the function of a window failed last."""
-    away: str = ""
-    """The error that says that what the agent depends on is away, with its class; empty where nothing was."""
-    away_since: datetime | None = None
-    """Since when it is or was away, in the worker that has noticed it first."""
-    away_until: datetime | None = None
-    """When that is over, if no worker says it again."""
-
-    def is_away(self, now: datetime) -> bool:
-        """Return whether what the agent depends on is away, as far as a worker of it knows."""
-        return self.away_until is not None and self.away_until > now
+    handled: Time | None = None
+    """When the last notification was settled that had failed before; None where none was."""
 
     @property
     def described(self) -> str:
@@ -114,9 +100,9 @@ class LastFailure(Struct, frozen=True, kw_only=True):
         return f"{text} ({self.at})" if self.at else text
 
 
-async def stored(backend: Backend) -> dict[tuple[str, str, str], LastFailure]:
+async def stored(admin: Admin) -> dict[tuple[str, str, str], LastFailure]:
     """Return the records of all apps, by app, kind and name. Raises `BackendError`."""
-    return parsed(await consumer_records.entries(backend))
+    return parsed(await consumer_records.entries(admin))
 
 
 def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], LastFailure]:
@@ -128,9 +114,13 @@ def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], LastFailure]:
 async def remove_others(backend: Backend, *, app: str, timers: Iterable[str], tasks: Iterable[str]) -> None:
     """Forget the failures of timers and tasks that the code of the app has no more. Raises `BackendError`."""
     declared = {key_of(app, "timers", name) for name in timers} | {key_of(app, "tasks", name) for name in tasks}
-    for owner, kind, name in await stored(backend):
-        if owner == app and kind != "agents" and (key := key_of(app, kind, name)) not in declared:
-            await (await consumer_records.bucket(backend)).delete(key)
+    bucket = await backend.key_value(consumer_records.bucket_of(app), own=True)
+    revision = 0
+    while entry := await bucket.next(">", after=revision):  # a worker may list no keys of this bucket
+        revision = entry.revision
+        for of_app, kind, _ in parsed([] if entry.deleted else [entry]):
+            if of_app == app and kind != "agents" and entry.key not in declared:
+                await bucket.delete(entry.key)
 
 
 def key_of(app: str, kind: str, name: str) -> str:
@@ -139,13 +129,14 @@ def key_of(app: str, kind: str, name: str) -> str:
 
 def read(entry: Entry | None) -> LastFailure | None:
     """Return the record of an entry with its times by the server's clock: that of who wrote it may be wrong."""
+    if entry is None:
+        return None
     try:
-        last = read_json(entry.value, LastFailure) if entry is not None else None
-    except UndecodableError:
+        last = read_json(entry.value, LastFailure)
+        ahead = entry.time - last.written
+        return last if abs(ahead) < SLOW_WRITE else shifted(last, ahead)
+    except (UndecodableError, OverflowError):
         return None  # another record, or none of ours
-    if entry is None or last is None or abs(ahead := entry.time - last.written) < SLOW_WRITE:
-        return last
-    return shifted(last, ahead)
 
 
 def shifted(last: LastFailure, by: timedelta) -> LastFailure:
@@ -156,7 +147,6 @@ def shifted(last: LastFailure, by: timedelta) -> LastFailure:
         last=last.last + by,
         until=last.until + by,
         written=last.written + by,
-        away_since=last.away_since and last.away_since + by,
-        away_until=last.away_until and last.away_until + by,
+        handled=last.handled and last.handled + by,
         retrying=tuple(structs.replace(each, again_at=each.again_at + by) for each in last.retrying),
     )

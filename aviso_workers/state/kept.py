@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-__all__ = ["Kept"]
-
 
 class Kept(Struct, frozen=True, kw_only=True):
     """Where something is stored. `<app>` and other words in angle brackets stand for names."""

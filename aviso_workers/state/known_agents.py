@@ -24,7 +24,6 @@ from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "KnownAgents"]
 KEPT = (
     Kept(
         bucket=consumer_records.BUCKET,
@@ -61,9 +60,9 @@ class KnownAgents:
                 raise RefusedError(
                     f"agent {agent} has never run, and agent {each.agent}, which the code does not declare any more, "
                     f"has {what}. If {agent} is {each.agent} renamed, give it name={each.agent!r} or run "
-                    f"`aviso-workers agents rename {quoted(self._app)} {quoted(each.agent)} {quoted(agent)}`; if it is "
+                    f"`aviso-workers agents rename {quoted(f'{self._app}/{each.agent}')} {quoted(agent)}`; if it is "
                     "another agent, give it start='new' or start='all', or run "
-                    f"`aviso-workers agents rm {quoted(self._app)} --agent {quoted(each.agent)}`"
+                    f"`aviso-workers agents rm {quoted(f'{self._app}/{each.agent}')}`"
                 )
 
     async def _read_by(self, known: _Known) -> str:
@@ -112,7 +111,7 @@ class KnownAgents:
             others = (each for each in known if (each.agent, each.stream) != (wanted.agent, wanted.stream))
             return tuple(sorted([*others, wanted]))
 
-        bucket = await consumer_records.bucket(self._backend)
+        bucket = await consumer_records.bucket(self._backend, self._app)
         before, _ = await key_value.compare_and_set(bucket, self._key, read=_read, change=added)
         return before
 

@@ -8,16 +8,14 @@ from msgspec import Struct
 
 from aviso_workers.errors import InvalidKeyError
 from aviso_workers.jetstream.key_value import encode_key
+from aviso_workers.state import bucket_names
 from aviso_workers.state.kept import Kept
 
-__all__ = ["BUCKET_SUFFIX", "KEPT", "KEPT_SECONDS", "LeasedTokens", "bucket_of", "key_of"]
-
-BUCKET_SUFFIX = "_limits"
 KEPT_SECONDS = 2 * 86400
 """More than a token is leased ahead: what is forgotten has come to its end."""
 KEPT = (
     Kept(
-        bucket=f"<app>{BUCKET_SUFFIX}",
+        bucket=bucket_names.bucket_of("<app>", "limits"),
         key="<agent>/<fields of by>/<their values>",
         holds="up to when the calls of a limit are leased (`LeasedTokens`)",
         until="2 days after the last lease",
@@ -38,7 +36,7 @@ class LeasedTokens(Struct, frozen=True, kw_only=True):
 
 def bucket_of(app: str) -> str:
     """Return the bucket of the app's limits."""
-    return f"{app}{BUCKET_SUFFIX}"
+    return bucket_names.bucket_of(app, "limits")
 
 
 def key_of(agent: str, fields: tuple[str, ...], values: tuple[str, ...]) -> str:

@@ -1,7 +1,7 @@
 """In which buckets an app keeps its own state: the one list of them, by what the app declares, and by their names.
 
-`sessions.replicas` gives them the configured replicas, `ops.permissions` gives workers the right to use them, and the
-other tools of operators tell by their names what they are. Counters are in a stream of their own
+`sessions.replicas` gives those that workers write the configured replicas, `ops.permissions` gives workers the right to
+use them, and the other tools of operators tell by their names what they are. Counters are in a stream of their own
 (`COUNTERS`).
 """
 
@@ -17,20 +17,18 @@ from aviso_workers.declare.limits import Rate, Slots
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.state import (
+    bucket_names,
     consumer_records,
     failure_counts,
     lease_records,
     limit_records,
+    orders,
     table_records,
     timer_records,
     window_records,
     worker_records,
 )
-
-__all__ = ["Kind", "OwnBuckets", "is_of", "kind_of", "of_app"]
-
-Kind = Literal["table", "windows", "timers", "failures", "other"]
-"""What a bucket keeps: `timers` are leases, ticks and the workers that live, `failures` the counts of failures."""
+from aviso_workers.state.bucket_names import Kind
 
 
 class OwnBuckets(Struct, frozen=True, kw_only=True):
@@ -42,6 +40,16 @@ class OwnBuckets(Struct, frozen=True, kw_only=True):
     """Those of which they also list the keys."""
     written: tuple[str, ...] = ()
     """Those of which they read nothing."""
+    obeyed: tuple[str, ...] = ()
+    """Those of which they read one key at a time, and which operators alone create and write."""
+    ttl_seconds: Mapping[str, float] = {}
+    """By name, how long keys are kept, where they are not kept for ever."""
+    history: Mapping[str, int] = {}
+    """By name, how many values of a key are kept, where there are more than one."""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.by_key, *self.listed, *self.written, *self.obeyed)
 
 
 def of_app(
@@ -59,9 +67,9 @@ def of_app(
     leases, claims = lease_records.bucket_of(app), timer_records.bucket_of(app)
     by_key: list[str] = []
     if agents or timers or tasks:
-        by_key.append(consumer_records.BUCKET)
+        by_key.append(consumer_records.bucket_of(app))
     if agents:
-        by_key.append(f"{app}{failure_counts.BUCKET_SUFFIX}")
+        by_key.append(failure_counts.bucket_of(app))
     limits = [limit for agent in agents for limit in agent.policy.limits]
     if led or windows or any(isinstance(limit, Slots) for limit in limits):
         by_key.append(leases)
@@ -69,38 +77,34 @@ def of_app(
         by_key.append(limit_records.bucket_of(app))
     if led:
         by_key.append(claims)
+    kept = {name: table for name, table in tables.items() if not isinstance(table, Counter)}
     return OwnBuckets(
+        ttl_seconds={
+            failure_counts.bucket_of(app): failure_counts.KEPT_SECONDS,
+            leases: lease_records.LEASE_SECONDS,
+            limit_records.bucket_of(app): limit_records.KEPT_SECONDS,
+            worker_records.bucket_of(app): worker_records.TTL_SECONDS,
+        },
+        history={table_records.bucket_of(app, name): table.keeps_history for name, table in kept.items()},
         by_key=tuple(by_key),
-        written=(worker_records.BUCKET,) if agents or timers or tasks else (),
+        written=(worker_records.bucket_of(app),) if agents or timers or tasks else (),
+        obeyed=(orders.bucket_of(app),) if agents or timers else (),
         listed=(
             *(window_records.bucket_of(app, agent) for agent in windows),
-            *(table_records.bucket_of(app, name) for name, table in tables.items() if not isinstance(table, Counter)),
+            *(table_records.bucket_of(app, name) for name in kept),
         ),
     )
 
 
-def kind_of(bucket: str) -> Kind:
-    """Return what a bucket keeps, by its name: that of a table may end like the others, that of windows like the last.
-
-    "other" is that of `consumer_records`, and whatever apps and other programs have named themselves.
-    """
-    if "__" in bucket:
-        return "table"
-    if window_records.BUCKET_INFIX in bucket:
-        return "windows"
-    if bucket.endswith((lease_records.LEASES, timer_records.CLAIMS)) or bucket == worker_records.BUCKET:
-        return "timers"
-    return "failures" if bucket.endswith(failure_counts.BUCKET_SUFFIX) else "other"
+def kind_of(bucket: str) -> Kind | Literal["other"]:
+    """Return what a bucket keeps: "other" is whatever apps and other programs have named themselves."""
+    found = bucket_names.parse(bucket)
+    return found.kind if found else "other"
 
 
 def is_of(bucket: str, app: str, agent: str = "") -> bool:
     """Return whether a bucket is one of an app, or keeps nothing but what is of one of its agents."""
     if agent:
         return bucket == window_records.bucket_of(app, agent)
-    of_app = (
-        f"{app}{failure_counts.BUCKET_SUFFIX}",
-        lease_records.bucket_of(app),
-        timer_records.bucket_of(app),
-        limit_records.bucket_of(app),
-    )
-    return bucket in of_app or bucket.startswith((f"{app}__", window_records.bucket_of(app, "")))
+    found = bucket_names.parse(bucket)
+    return found is not None and found.app == app

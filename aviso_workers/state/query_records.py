@@ -1,4 +1,7 @@
-"""Where Spark's streaming queries record the stream that their batches were stored in (`spark.query_records`)."""
+"""Where Spark's streaming queries record the stream that their batches were stored in (`spark.query_records`).
+
+Each stream has a bucket of its own, because a server's permissions bind whole names.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,11 @@ from hashlib import blake2b
 
 from aviso_workers.state.kept import Kept
 
-__all__ = ["BUCKET", "KEPT", "key_of"]
-
-BUCKET = "aviso_workers_spark_queries"
+PREFIX = "aviso_workers_spark__"
 KEPT = (
     Kept(
-        bucket=BUCKET,
-        key="<stream>/<digest of the query's id>",
+        bucket=f"{PREFIX}<stream>",
+        key="<digest of the query's id>",
         holds="when the stream was created in which the batches of a streaming query are stored",
         until="until somebody deletes it",
     ),
@@ -20,6 +21,11 @@ KEPT = (
 KEY_BYTES = 16
 
 
-def key_of(stream: str, query: str) -> str:
+def bucket_of(stream: str) -> str:
+    """Return the name of the bucket with the records of the queries whose batches are stored in this stream."""
+    return f"{PREFIX}{stream}"
+
+
+def key_of(query: str) -> str:
     """Return the key of a query, whose id may have characters that a key cannot have."""
-    return f"{stream}/{blake2b(query.encode(), digest_size=KEY_BYTES).hexdigest()}"
+    return blake2b(query.encode(), digest_size=KEY_BYTES).hexdigest()

@@ -5,28 +5,29 @@ A counter's key is a subject, `aviso_workers.counters.<app>.<counter>.<key>`, wh
 
 from __future__ import annotations
 
+from aviso_workers.config import Config, streams
 from aviso_workers.declare.tables import PAGES
+from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.state import bucket_names, own_streams
 from aviso_workers.state.kept import Kept
 from aviso_workers.state.own_streams import COUNTERS
-
-__all__ = ["COUNTERS_SUBJECT", "KEPT", "bucket_of"]
 
 COUNTERS_SUBJECT = "aviso_workers.counters"
 KEPT = (
     Kept(
-        bucket="<app>__<table>",
+        bucket=bucket_names.bucket_of("<app>", "table", "<table>"),
         key="<key>",
         holds="a value of a table",
         until="until it is deleted, or its ttl is over",
     ),
     Kept(
-        bucket="<app>__<table>",
+        bucket=bucket_names.bucket_of("<app>", "table", "<table>"),
         key=f"{PAGES}<agent>.<digest of the key>.<number>",
         holds="the notifications for which the key was updated once, older than those in its header",
         until="31 days after the last",
     ),
     Kept(
-        stream=COUNTERS,
+        stream=own_streams.of_app(COUNTERS, "<app>"),
         key=f"{COUNTERS_SUBJECT}.<app>.<counter>.<key>",
         holds="a counter",
         until="until it is deleted",
@@ -34,6 +35,17 @@ KEPT = (
 )
 
 
+def counters_spec(app: str, config: Config) -> StreamSpec:
+    """Return the stream of an app's counters."""
+    return streams.own_stream(
+        own_streams.of_app(COUNTERS, app),
+        f"{COUNTERS_SUBJECT}.{app}.>",
+        config,
+        max_msgs_per_subject=1,
+        allow_msg_counter=True,
+    )
+
+
 def bucket_of(app: str, table: str) -> str:
     """Return the name of the bucket of an app's table."""
-    return f"{app}__{table}"
+    return bucket_names.bucket_of(app, "table", table)

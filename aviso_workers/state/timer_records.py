@@ -12,14 +12,12 @@ from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
+from aviso_workers.state import bucket_names
 from aviso_workers.state.kept import Kept
 
-__all__ = ["CLAIMS", "KEPT", "Claim", "bucket_of", "claims"]
-
-CLAIMS = "_timers"
 KEPT = (
     Kept(
-        bucket=f"<app>{CLAIMS}",
+        bucket=bucket_names.bucket_of("<app>", "timers"),
         key="<timer>",
         holds="the last tick that a leader has begun (`Claim`)",
         until="for ever",
@@ -29,7 +27,7 @@ KEPT = (
 
 def bucket_of(app: str) -> str:
     """Return the bucket of the ticks that the app's timers have claimed."""
-    return f"{app}{CLAIMS}"
+    return bucket_names.bucket_of(app, "timers")
 
 
 async def claims(backend: Backend, app: str) -> dict[str, Claim]:

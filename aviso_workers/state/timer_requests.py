@@ -1,15 +1,17 @@
 """What operators ask of an app's timers, and workers obey: pauses, and runs at once.
 
-Both are in the bucket of `consumer_records`. Each paused timer has a record, `<app>/timers/<timer>/pause`, that workers
-read before each tick. The last runs of all timers are one record, `<app>/timers/all/run`, so that a worker that looks
-again and again reads one key: who takes a run writes its name there by a compare-and-set before it begins, and at the
-end what became of it.
+What is asked is in the bucket of `orders`. Each paused timer has a record, `<app>/timers/<timer>/pause`, that workers
+read before each tick. The last runs that were asked for, of all timers, are one record, `<app>/timers/all/run`, so that
+a worker that looks again and again reads one key. Who takes a run writes it with its name under the same key of the
+bucket of `consumer_records`, by a compare-and-set before it begins, and at the end what became of it. It is the same
+run by the time at which it was asked for: revisions begin again where a bucket is recreated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -17,22 +19,27 @@ from aviso_workers.aviso.codec import read_json
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import Entry
-from aviso_workers.state import consumer_records
+from aviso_workers.state import consumer_records, orders
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "VOID_SECONDS", "Pause", "Run", "pause_key", "pauses", "read_pause", "read_runs", "runs", "runs_key"]
-
+K = TypeVar("K")
 KEPT = (
     Kept(
-        bucket=consumer_records.BUCKET,
+        bucket=orders.BUCKET,
         key=f"<app>/timers/<timer>/{consumer_records.PAUSE}",
         holds="that a timer is paused, by whom and until when (`Pause`)",
         until="until the timer is resumed, or `agents rm` of the app",
     ),
     Kept(
+        bucket=orders.BUCKET,
+        key=f"<app>/timers/all/{consumer_records.RUN}",
+        holds="the last run of each timer that somebody has asked for (`Run`)",
+        until="until `agents rm` of the app",
+    ),
+    Kept(
         bucket=consumer_records.BUCKET,
         key=f"<app>/timers/all/{consumer_records.RUN}",
-        holds="the last run of each timer that somebody has asked for, and what became of it (`Run`)",
+        holds="the last run of each timer that a worker has taken, and what became of it (`Run`)",
         until="until `agents rm` of the app",
     ),
 )
@@ -70,14 +77,26 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 def pauses(entries: Iterable[Entry], *, now: datetime) -> dict[tuple[str, str], Pause]:
-    """Return the pauses that last, among the entries of the bucket, by app and timer."""
+    """Return the pauses that last, among the entries of buckets of `orders`, by app and timer."""
     noted = consumer_records.notes(entries, consumer_records.PAUSE)
     found = {(app, timer): read_pause(entry) for (app, kind, timer), entry in noted if kind == "timers"}
     return {key: pause for key, pause in found.items() if pause and pause.until > now}
 
 
-def runs(entries: Iterable[Entry]) -> dict[tuple[str, str], Run]:
-    """Return the last runs among the entries of the bucket, by app and timer."""
+def runs(ordered: Iterable[Entry], recorded: Iterable[Entry]) -> dict[tuple[str, str], Run]:
+    """Return the last runs, by app and timer, among the entries of buckets of `orders` and what workers have recorded
+    of them.
+    """
+    return with_taken(_runs(ordered), _runs(recorded))
+
+
+def with_taken(asked: Mapping[K, Run], taken: Mapping[K, Run]) -> dict[K, Run]:
+    """Return the runs that are asked for, each as the worker has recorded it that has taken it, if one has."""
+    same = {of: run for of, run in taken.items() if of in asked and run.asked == asked[of].asked}
+    return {**asked, **same}
+
+
+def _runs(entries: Iterable[Entry]) -> dict[tuple[str, str], Run]:
     noted = consumer_records.notes(entries, consumer_records.RUN)
     return {(app, timer): run for (app, *_), entry in noted for timer, run in read_runs(entry).items()}
 

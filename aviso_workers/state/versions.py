@@ -26,8 +26,6 @@ from aviso_workers.jetstream.metadata import MAX_NOTED, Version
 from aviso_workers.state import consumer_records
 from aviso_workers.state.kept import Kept
 
-__all__ = ["KEPT", "Registered", "Versions", "including", "parsed", "with_heartbeat", "without_narrowing"]
-
 MAX_HEARD = 2**32
 """More often than a version says that it lives."""
 KEPT = (
@@ -59,6 +57,7 @@ class Versions:
 
     def __init__(self, backend: Backend, *, app: str, agent: str, stream: str) -> None:
         self._backend = backend
+        self._app = app
         self._key = consumer_records.versions_key(app, agent, stream)
         self._bucket: KeyValue | None = None
         self._last: tuple[Registered, ...] = ()
@@ -101,7 +100,7 @@ class Versions:
 
     async def _opened(self) -> KeyValue:
         if self._bucket is None:
-            self._bucket = await consumer_records.bucket(self._backend)
+            self._bucket = await consumer_records.bucket(self._backend, self._app)
         return self._bucket
 
 

@@ -28,27 +28,9 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.jetstream.key_value import Entry, decode_key, encode_key
+from aviso_workers.state import bucket_names
 from aviso_workers.state.kept import Kept
 
-__all__ = [
-    "KEPT",
-    "NO_KEY",
-    "PAGES",
-    "PROGRESS",
-    "KeptWindow",
-    "WindowStates",
-    "bucket_key",
-    "bucket_of",
-    "is_own",
-    "is_window",
-    "open_windows",
-    "pages",
-    "put_back",
-    "read_progress",
-    "unfinished",
-]
-
-BUCKET_INFIX = "_windows_"
 EARLIEST, LATEST = -30_610_224_000, 253_370_764_800
 """Seconds since 1970 UTC: the beginnings of the years 1000 and 9999. No window of a notification ends outside of them,
 and a datetime tells the start and the end of each window that ends within them."""
@@ -58,19 +40,19 @@ PROGRESS, PAGES = "=passed", "=counted."
 """What no key of an author's is spelled like."""
 KEPT = (
     Kept(
-        bucket=f"<app>{BUCKET_INFIX}<agent>",
+        bucket=bucket_names.bucket_of("<app>", "windows", "<agent>"),
         key=f"<key>, or {NO_KEY}",
         holds="the open windows of a key, and the newest notifications counted in them (`declare.windows.KeyState`)",
         until="a day after its last window was done",
     ),
     Kept(
-        bucket=f"<app>{BUCKET_INFIX}<agent>",
+        bucket=bucket_names.bucket_of("<app>", "windows", "<agent>"),
         key=PROGRESS,
         holds="what is known for all keys (`declare.windows.WindowProgress`)",
         until="for ever",
     ),
     Kept(
-        bucket=f"<app>{BUCKET_INFIX}<agent>",
+        bucket=bucket_names.bucket_of("<app>", "windows", "<agent>"),
         key=f"{PAGES}<number>",
         holds="older notifications that were counted and are not settled (`declare.seen.SeenPage`)",
         until="until all before them are settled",
@@ -259,7 +241,7 @@ def bucket_key(key: str) -> str:
 
 def bucket_of(app: str, agent: str) -> str:
     """Return the bucket of the agent's windows."""
-    return f"{app}{BUCKET_INFIX}{agent}"
+    return bucket_names.bucket_of(app, "windows", agent)
 
 
 def is_own(key: str) -> bool:

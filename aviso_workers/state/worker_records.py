@@ -1,33 +1,35 @@
-"""The worker processes that live, as each of them has said of itself: where it runs, and what it handles.
+"""The worker processes that live, as each of them has said of itself: where it runs, what it handles, and what hinders
+it.
 
-All apps have them in one bucket, which forgets what is not put again. A worker puts its record again and again
+Each app has them in a bucket, which forgets what is not put again. A worker puts its record again and again
 (`sessions.worker_recorder`). Nothing depends on it: a worker without the right works as ever, and is not listed.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from datetime import datetime, timedelta
+from functools import partial
+from typing import Annotated
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 
 from aviso_workers.aviso.codec import read_json
-from aviso_workers.backends import Backend
+from aviso_workers.backends import Admin, Entry
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import UndecodableError
-from aviso_workers.jetstream.fields import Time
+from aviso_workers.jetstream.fields import Number, Said, Seconds, Time
+from aviso_workers.state import bucket_names
 from aviso_workers.state.kept import Kept
+from aviso_workers.task_groups import asked_of_each
 
-__all__ = ["BUCKET", "KEPT", "TTL_SECONDS", "WRITE_SECONDS", "AtWork", "WorkerRecord", "stored"]
-
-BUCKET = "aviso_workers_processes"
 WRITE_SECONDS = 30.0
 TTL_SECONDS = 3 * WRITE_SECONDS
+MOST_HINDRANCES = 1000
 KEPT = (
     Kept(
-        bucket=BUCKET,
-        key="<app>.<host>.<process>.<number>",
-        holds="that a worker process lives, and what it handles (`WorkerRecord`)",
+        bucket=bucket_names.bucket_of("<app>", "live"),
+        key="<host>.<process>.<number>",
+        holds="that a worker process lives, what it handles, and what hinders it (`WorkerRecord`)",
         until=f"until the worker ends, or {TTL_SECONDS:g} s after it was renewed",
     ),
 )
@@ -37,19 +39,39 @@ class AtWork(Struct, frozen=True, kw_only=True):
     """What a worker handles of one agent."""
 
     stream: str
-    in_flight: int
+    in_flight: Number
     """Notifications whose handling has begun and not ended."""
-    at_once: int
+    at_once: Number
     """As many as calls at once can take."""
     pinned: bool | None = None
     """Whether the server gives everything to this worker; None of an agent that is no singleton."""
+    oldest: Number | None = None
+    """The sequence of the oldest notification that it holds; None where it holds none."""
+    waits_for: Said = ""
+    """What that one waits for, such as `a limit`; empty where it runs, or begins in its turn."""
+    away: Said = ""
+    """The error that says that what the agent depends on is away; empty where nothing is."""
+    away_seconds: Seconds = 0.0
+    """For how long it was away when this was put."""
+    shut_seconds: Seconds | None = None
+    """For how long calls have begun only now and then, because they fail; None where that is not so."""
+
+
+class Hindered(Struct, frozen=True, kw_only=True):
+    """What keeps a worker from being ready, as `/readyz` says it."""
+
+    agent: str
+    """Whose work it hinders; empty where it is not that of a single agent."""
+    text: Said
+    seconds: Seconds
+    """For how long it was so when this was put."""
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True):
     """A worker process."""
 
     host: str
-    process: int
+    process: Number
     """Its process id."""
     member: str
     """Its name in its fleet; empty where it is in none."""
@@ -59,24 +81,48 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
     """By the server's clock, as `stored` returns it; in the bucket by the worker's own."""
     age_seconds: float
     """How long before it was put the worker has started."""
-    said: datetime | None = None
+    said: Time | None = None
     """When it was put, by the server's clock, as `stored` returns it."""
-    rss: int | None = None
+    rss: Number | None = None
     """Bytes of memory that are resident; None where the system does not say it."""
     agents: dict[str, AtWork]
+    hindrances: Annotated[tuple[Hindered, ...], Meta(max_length=MOST_HINDRANCES)] | None = None
+    """None of a worker of an older version, which does not say this, nor what the oldest that it holds waits for."""
+    timers: tuple[str, ...] | None = None
+    """The timers that it runs while it leads, or always; None of a worker of an older version."""
+
+    def since(self, seconds: float) -> datetime:
+        """Return when something began, by the server's clock, that was so for so long when this was put."""
+        return (self.said or self.started) - timedelta(seconds=seconds)
 
 
-async def stored(backend: Backend) -> dict[str, list[WorkerRecord]]:
+def bucket_of(app: str) -> str:
+    """Return the bucket of the workers of an app."""
+    return bucket_names.bucket_of(app, "live")
+
+
+async def stored(admin: Admin) -> dict[str, list[WorkerRecord]]:
     """Return the workers that live, by app. Raises `BackendError`."""
-    found: dict[str, list[WorkerRecord]] = {}
-    if bucket := await open_existing(backend, BUCKET, ttl_seconds=TTL_SECONDS, own=True):
-        now = await bucket.time()
-        for entry in sorted(await bucket.entries(), key=lambda each: each.key):
-            if (now - entry.time).total_seconds() > TTL_SECONDS:
-                continue  # of a worker that was killed, in a bucket that somebody else has made, without an age
-            with suppress(UndecodableError):  # of a version that writes another one, or not ours
-                record = read_json(entry.value, WorkerRecord)
-                started = entry.time - timedelta(seconds=record.age_seconds)
-                record = structs.replace(record, said=entry.time, started=started)
-                found.setdefault(entry.key.partition(".")[0], []).append(record)
-    return found
+    found = await asked_of_each(await bucket_names.apps_with(admin, "live"), partial(of_app, admin))
+    return {app: workers for app, workers in found.items() if workers}
+
+
+async def of_app(admin: Admin, app: str) -> list[WorkerRecord]:
+    """Return the workers of an app that live. Raises `BackendError`."""
+    bucket = await open_existing(admin, bucket_of(app), ttl_seconds=TTL_SECONDS, own=True)
+    if bucket is None:
+        return []
+    now = await bucket.time()
+    entries = sorted(await bucket.entries(), key=lambda each: each.key)
+    # One that is older is of a worker that was killed, in a bucket that somebody else has made, without an age.
+    lately = [each for each in entries if (now - each.time).total_seconds() <= TTL_SECONDS]
+    return [record for each in lately if (record := _read(each)) is not None]
+
+
+def _read(entry: Entry) -> WorkerRecord | None:
+    try:
+        record = read_json(entry.value, WorkerRecord)
+        started = entry.time - timedelta(seconds=record.age_seconds)
+    except (UndecodableError, OverflowError):
+        return None  # of a version that writes another one, or not ours
+    return structs.replace(record, said=entry.time, started=started)

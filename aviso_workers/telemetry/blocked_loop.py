@@ -16,8 +16,6 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.status import Health
 
-__all__ = ["watched"]
-
 BLOCKED_SECONDS = 2.0
 """A loop that is so late is told of. Nothing of ours takes so long, and another process may take the core for as long
 as a second."""

@@ -15,19 +15,6 @@ from typing import Literal
 
 from prometheus_client.utils import floatToGoString
 
-__all__ = [
-    "END",
-    "OPEN_METRICS",
-    "Kind",
-    "answer",
-    "exemplar",
-    "heading",
-    "joined",
-    "labelled",
-    "number",
-    "open_metrics",
-]
-
 Kind = Literal["counter", "gauge", "histogram"]
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 HEADING = re.compile(r"^# HELP (\w+?)(_total)? (.*)\n# TYPE \S+ (\w+)$", re.MULTILINE)

@@ -21,8 +21,6 @@ from aviso_workers.events import UNAVAILABLE, Event, Failed, Many, OutageBegan, 
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.tracebacks import loggable
 
-__all__ = ["OBSERVED", "FailureLog"]
-
 OBSERVED: tuple[type[Event], ...] = (*(kind for kind in all_kinds() if kind.many is not None), OutageBegan, OutageEnded)
 """The facts that `FailureLog.observe` is for."""
 

@@ -49,14 +49,14 @@ except ImportError as error:
         [f"workers.lineage needs the package openlineage-python: pip install 'aviso-workers[lineage]' ({error})"]
     ) from error
 
-__all__ = ["Lineage", "PipelineRun", "dataset", "pipeline", "place"]
-
 PRODUCER = f"urn:aviso-workers:{__version__}"
 INTEGRATION = "AVISO"
 RUNNING_SECONDS = 300.0
 """How often a run that goes on is told."""
 TIMEOUT_SECONDS = 5.0
 """Of one attempt to send an event."""
+POSTING = 1
+"""Threads that wait for an endpoint. One that has not answered in time may hold its thread for long."""
 WAITS = (1.0, 2.0, 4.0)
 """Seconds before each further attempt. An event that fails after these is lost: each tells the whole of its run."""
 LAST_SECONDS = 5.0
@@ -372,7 +372,9 @@ def _sender(settings: Lineage, backend: Backend | None) -> Send:
             retry={"total": 0},
         )
     )
-    return partial(_post, transport)
+    transport.session.stream = True  # the body of an answer is not read: it may have any size
+    transport.session.hooks["response"].append(_refuse_redirect)
+    return partial(_post, transport, anyio.CapacityLimiter(POSTING))
 
 
 def _engine_and_error(error: str) -> dict[str, Any]:
@@ -397,8 +399,15 @@ def _named(agent: Agent[Any, Any], known: Collection[str]) -> list[str]:
     return sorted(named.intersection(known))
 
 
-async def _post(transport: HttpTransport, event: RunEvent) -> None:
-    await anyio.to_thread.run_sync(transport.emit, event, abandon_on_cancel=True)
+async def _post(transport: HttpTransport, limiter: anyio.CapacityLimiter, event: RunEvent) -> None:
+    with anyio.fail_after(TIMEOUT_SECONDS):  # that of the transport begins anew with each byte
+        await anyio.to_thread.run_sync(transport.emit, event, abandon_on_cancel=True, limiter=limiter)
+
+
+def _refuse_redirect(response: Any, **_: object) -> None:
+    """Raise `OSError` for a redirect: to follow it, its whole body would be read, and the event may not be sent on."""
+    if response.is_redirect:
+        raise OSError(f"{response.url} redirects to {response.headers['location']!r}: give that URL, if it is right")
 
 
 def _event(

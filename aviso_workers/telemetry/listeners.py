@@ -31,8 +31,6 @@ from aviso_workers.telemetry.status import StatusServer
 if TYPE_CHECKING:
     from aviso_workers.telemetry.lineage import LineageReporter
 
-__all__ = ["Listeners", "listening"]
-
 LAG_SECONDS = 2.0
 """How often the lag of each agent is asked for; less often where there are many agents."""
 MAX_ASKED_PER_SECOND = 40

@@ -19,8 +19,6 @@ from aviso_workers.config import Logging
 from aviso_workers.events import Event, LogLine, all_kinds, only_counted, unheard
 from aviso_workers.telemetry.tracebacks import loggable
 
-__all__ = ["OBSERVED", "configure", "log", "observe"]
-
 OBSERVED = tuple(kind for kind in all_kinds() if kind.lines not in (only_counted, unheard) and kind.many is None)
 """The facts that `observe` is for. `failure_logs` has those of which there may be very many."""
 

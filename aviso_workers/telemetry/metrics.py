@@ -60,8 +60,6 @@ from aviso_workers.telemetry import exposition
 from aviso_workers.telemetry.exposition import Kind
 from aviso_workers.version import __version__
 
-__all__ = ["OBSERVED", "FleetMetrics", "Measurable", "Metrics", "Missed", "render_gauges"]
-
 RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
 OUTCOMES = ("acked", "retried", "dead_lettered")
@@ -304,9 +302,8 @@ PROCESS_METRICS = (
         COUNTER,
         "foreign",
         "Those of the unreadable messages that aviso-workers has not published, such as a server's acknowledgement "
-        "that a publisher has had stored there, by stream.",
-        lambda own: own.foreign,
-        ("stream",),
+        "that a publisher has had stored there.",
+        lambda own: own.foreign,  # not by stream: a series that is born at 1 has no increase
     ),
     Metric(
         COUNTER, "reconnects", "Connections to the backend after the first.", lambda own: max(0, own.connections - 1)
@@ -526,11 +523,10 @@ class Metrics:
         self.loop_lag_seconds = loop_lag_seconds
         self.started_at = time.time()
         self.connected = self.slow = False
-        self.connections = self.foreign_answers = 0
+        self.connections = self.foreign_answers = self.foreign = 0
         self.hindered: set[str] = set()
         """Buckets that keep this worker from leading."""
         self.unreadable = _Counts()
-        self.foreign = _Counts()
         self.lineage = _Counts(LINEAGE_OUTCOMES)
         self._published = {name: _Published() for name in bases}
         self._agents = {agent.name: _Agent(_run_of(app, agent.name)) for agent in app.agents}
@@ -620,7 +616,7 @@ class Metrics:
     def _unreadable(self, event: Unreadable) -> None:
         self.unreadable.add(event.stream)
         if event.reason == "foreign":
-            self.foreign.add(event.stream)
+            self.foreign += 1
 
     def _disturbed(self, event: AgentDisturbed) -> None:
         if event.agent in self._agents:

@@ -13,8 +13,6 @@ from typing import Any
 
 from aviso_workers.errors import LONGEST_TEXT, text_of
 
-__all__ = ["loggable"]
-
 MAX_EXCEPTIONS = 50
 """Exceptions that one may have as causes, contexts and members of groups, to be logged as it is."""
 MAX_CAUSES = 10

@@ -29,8 +29,6 @@ import anyio
 from aviso_workers.telemetry.logs import log
 from aviso_workers.worker import NOT_ENDED, signals
 
-__all__ = ["GRACE_SECONDS", "Ending"]
-
 GRACE_SECONDS = 5.0
 """How much longer than its drain timeout a process may take to end, and how long it may take after a second signal.
 Settlements that have begun have 3 seconds of it (`engine.shields`)."""

@@ -45,8 +45,6 @@ from aviso_workers.worker.ending import GRACE_SECONDS, Ending
 from aviso_workers.worker.fleet_process import ENDS_IN_ORDER
 from aviso_workers.worker.signals import TOLD_TO_END
 
-__all__ = ["Fleet", "FleetPlan", "run"]
-
 log = structlog.get_logger("aviso_workers")
 
 RESTARTS = Backoff(first=0.5, factor=2.0, max=30.0, jitter=0.1)
@@ -196,8 +194,8 @@ class _Slot:
         try:
             with closing(http.client.HTTPConnection(self.status, timeout=ANSWER_SECONDS)) as connection:
                 connection.request("GET", path, headers={**self._headers, "Accept": accept})
-                answer = connection.getresponse()
-                return answer.status, answer.read().decode()
+                with connection.getresponse() as answer:
+                    return answer.status, answer.read().decode()
         except TimeoutError:
             return 503, f"has not answered for {ANSWER_SECONDS:g} s"
         except (OSError, http.client.HTTPException):

@@ -23,8 +23,6 @@ from aviso_workers.errors import ConfigError
 from aviso_workers.events import Acked, Failed
 from aviso_workers.sessions.worker_recorder import STATM, resident_bytes
 
-__all__ = ["ENDS_IN_ORDER", "FleetMember", "RecycleLimits"]
-
 ENDS_IN_ORDER = b"ends in order"
 """The last line that a process writes, when it begins to drain. An exit code of 0 alone does not say that it was to
 end: a library may have exited."""

@@ -22,8 +22,6 @@ from aviso_workers.errors import text_of
 from aviso_workers.telemetry.logs import log
 from aviso_workers.worker import NOT_ENDED, LoopEnded
 
-__all__ = ["run"]
-
 WITH_A_MEANING = frozenset({0, 2, NOT_ENDED})
 """Exit codes that would say of a worker that it was told to end, or of 2, that no restart helps: systemd would leave it
 down."""

@@ -23,9 +23,6 @@ from aviso_workers.worker import loops, threads_run_on
 from aviso_workers.worker.ending import Ending
 from aviso_workers.worker.fleet_process import FleetMember
 
-__all__ = ["run", "serve"]
-
-
 Ready = Callable[[str], None]
 """Called once all agents read their streams, with the URL of the status port."""
 MAX_TOLD = 20

@@ -16,8 +16,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["TOLD_TO_END", "hear"]
-
 TOLD_TO_END: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,

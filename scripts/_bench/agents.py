@@ -11,8 +11,6 @@ import msgspec
 from _bench.tally import Tally
 from aviso_workers import App, Batch, Batching, Notification
 
-__all__ = ["batches", "notifications", "schedule"]
-
 
 class Field(msgspec.Struct, frozen=True):
     """The payload."""

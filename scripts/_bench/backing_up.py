@@ -22,8 +22,6 @@ from _bench.rivals import Rivals
 from _bench.rounds import Figures, Say, Size
 from aviso_workers.ops import backups
 
-__all__ = ["back_up"]
-
 COUNT = 1_000_000
 MIB = 1024 * 1024
 

@@ -13,8 +13,8 @@ import anyio
 from _bench.filling import FILTER, STREAM
 from _bench.tally import Tally
 from aviso_workers import App
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Delivery
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
 
 ROOM = 1000

@@ -14,8 +14,6 @@ from nats.js import JetStreamContext
 
 from aviso_workers import App, Notify
 
-__all__ = ["FILTER", "STREAM", "SUBJECTS", "fill", "make_notifications", "subject"]
-
 STREAM = "MARS"
 FILTER = "mars.>"
 SUBJECTS = 1000

@@ -23,8 +23,6 @@ from aviso_workers import App, config
 from aviso_workers.declare.agents import durable_name
 from aviso_workers.server import NatsServer
 
-__all__ = ["Cores", "Ground", "Mark", "grounded"]
-
 PROJECT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("config.yaml")
 COMMANDS = Path(sys.executable).parent
@@ -123,7 +121,7 @@ class Ground:
         command = (COMMANDS / "aviso-workers", *target, *fleet)
         started = time.perf_counter()
         with self.process(name, command, counts=counts, processes=processes) as child:
-            while not is_ready(port):
+            while not is_ready(f"http://127.0.0.1:{port}/readyz"):
                 child.check_alive()
                 if time.perf_counter() - started > READY_SECONDS:
                     raise ShortfallError(f"{name} is not ready after {READY_SECONDS:.0f} s\n{child.last_words()}")

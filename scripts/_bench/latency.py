@@ -18,8 +18,6 @@ from _bench.ground import Cores, Ground, grounded
 from _bench.rivals import Rivals
 from _bench.rounds import RUN_SECONDS, Figures, Say, Size
 
-__all__ = ["delay"]
-
 PER_SECOND = 1000
 COUNT = 20_000
 WARM_UP = 1000

@@ -7,8 +7,6 @@ from _bench.rivals import Rivals
 from _bench.rounds import RUN_SECONDS, Figures, Say, Size
 from _bench.tally import memory_mib
 
-__all__ = ["remember"]
-
 EARLY, LATE = 200_000, 2_000_000
 
 

@@ -27,8 +27,6 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-__all__ = ["RawSource"]
-
 BUFFER_BYTES = 1 << 22
 ASKED = 20_000
 """Messages of a request; two requests are under way."""

@@ -8,8 +8,6 @@ from _bench.ground import Cores, grounded
 from _bench.rivals import Rivals
 from _bench.rounds import Contestant, Figures, Say, Size, compete
 
-__all__ = ["replay"]
-
 COUNT = 200_000
 
 

@@ -15,8 +15,6 @@ from rich.table import Table
 from _bench.rounds import Figures
 from _bench.targets import TARGETS, Finding, judge
 
-__all__ = ["Report", "encode", "report", "show"]
-
 OURS = {
     "consume": "agent",
     "publish": "notify-many",

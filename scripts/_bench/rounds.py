@@ -10,8 +10,6 @@ from msgspec import Struct
 
 from _bench.ground import Ground, Mark
 
-__all__ = ["Contestant", "Figures", "Say", "Size", "compete"]
-
 Figures = dict[str, list[float]]
 """What was measured, one value per repetition, by `<benchmark>.<contestant>.<measure>`."""
 Say = Callable[[str], None]

@@ -21,8 +21,6 @@ from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, portion
 from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.telemetry.metrics import Metrics
 
-__all__ = ["scale"]
-
 COUNT = 50_000
 BACKLOGS = (10_000, 100_000, 1_000_000)
 STEPS: dict[str, Callable[[int], int]] = {
@@ -222,7 +220,7 @@ def _dead_letters(ground: Ground, size: Size, say: Say) -> Figures:
 async def _hand_back(ground: Ground, name: str, count: int) -> float:
     """Dead letters handed back a second; those of so many originals, the first in the stream."""
     async with ground.app(name) as app:
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         dead_letters = [dead_letter async for dead_letter in stored.select(Selection(app=name))][:count]
         begun = time.perf_counter()
         async for portion in portions(_each(dead_letters)):

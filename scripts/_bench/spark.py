@@ -36,8 +36,6 @@ from aviso_workers.config import streams
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import archives, register
 
-__all__ = ["transfer"]
-
 COUNT = 1_000_000
 TASKS = 4
 SUBJECTS = 1000

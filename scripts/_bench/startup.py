@@ -9,8 +9,6 @@ from _bench.ground import Cores, Ground, grounded
 from _bench.rivals import Rivals
 from _bench.rounds import Figures, Say, Size
 
-__all__ = ["start_up"]
-
 TIMES = 5
 IMPORT = "import time; began = time.perf_counter(); from aviso_workers import App; print(time.perf_counter() - began)"
 

@@ -14,8 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["MARKS_VARIABLE", "Tally", "memory_mib"]
-
 MARKS_VARIABLE = "BENCHMARK_MARKS"
 """Counts at which a mark is told, rising, joined with commas."""
 

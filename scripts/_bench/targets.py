@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-__all__ = ["TARGETS", "Finding", "Target", "judge"]
-
 
 class Target(Struct, frozen=True, kw_only=True):
     """A figure, or its ratio to the best of others, that should be at least or at most so much."""

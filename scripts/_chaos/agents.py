@@ -17,8 +17,6 @@ from msgspec import Struct
 from _chaos import versions
 from aviso_workers import App, Batch, Batching, Notification, RetryPolicy, Router, Stream
 
-__all__ = ["APP", "AWAY", "EVENT", "MENDED", "Deed", "app", "router"]
-
 VERSION = versions.VERSIONS.get(os.environ.get(versions.VARIABLE, ""))
 """Of which version this process is; None where there is one."""
 

@@ -248,7 +248,7 @@ async def _miss_ticks(app: App, count: int) -> None:
     """Claim a tick of so long ago that the timer has missed `count` since."""
     claim = Claim(time=datetime.now(UTC) - count * TICK, schedule="every 1s")
     # The bucket is made here, and on three servers its leader may be elected first.
-    bucket = RetryingKeyValue(app.session.backend, f"{APP}_timers", patience_seconds=READY_SECONDS, own=True)
+    bucket = RetryingKeyValue(app.session.backend, f"{APP}__timers", patience_seconds=READY_SECONDS, own=True)
     await bucket.put(AGENT, msgspec.json.encode(claim))
 
 
@@ -256,7 +256,7 @@ async def _step_down(admin: Admin, kind: str) -> None:
     stream = EVENT.upper()
     led = [f"CONSUMER.LEADER.STEPDOWN.{stream}.{durable_name(APP, AGENT)}", f"STREAM.LEADER.STEPDOWN.{stream}"]
     if kind == "timer":
-        led = [f"STREAM.LEADER.STEPDOWN.KV_{APP}_timers", f"STREAM.LEADER.STEPDOWN.KV_{APP}_leases"]
+        led = [f"STREAM.LEADER.STEPDOWN.KV_{APP}__timers", f"STREAM.LEADER.STEPDOWN.KV_{APP}__leases"]
     for subject in led:
         await admin.administration().api(subject)
 

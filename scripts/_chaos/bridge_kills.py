@@ -20,23 +20,12 @@ from msgspec import Struct
 from _chaos.deployment import COMMAND, environment
 from _demo.children import Child, running
 from aviso_workers import App
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.config import streams
 from aviso_workers.errors import BackendError
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.spark import event_log, job_events
 from aviso_workers.spark.event_log import EventLogReader, LogPosition
 from aviso_workers.spark.job_events import SparkApplication
-
-__all__ = [
-    "LATER_SECONDS",
-    "Found",
-    "Growing",
-    "count",
-    "follow",
-    "shorten_duplicate_window",
-    "stored",
-    "until_at_work",
-]
 
 EVENT, STREAM = "spark_job", "SPARK"
 APPLICATIONS = 60

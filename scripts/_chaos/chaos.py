@@ -263,9 +263,7 @@ async def account(client: App, deployment: Deployment, *, mixed: bool) -> list[A
     lanes: dict[str, set[int] | None] = dict.fromkeys(agent.name for agent in router.agents)
     lanes |= versions.WANTED if mixed else {}
     dead_lettered: dict[str, dict[int, str]] = {name: {} for name in lanes}
-    async for dead_letter in StoredDeadLetters(client.session.admin, client.config, events=client.events).select(
-        Selection(app=APP)
-    ):
+    async for dead_letter in StoredDeadLetters(client.session.admin, events=client.events).select(Selection(app=APP)):
         number = int(dead_letter.original.subject.rpartition(".")[2])
         dead_lettered[dead_letter.agent][number] = dead_letter.reason
     handled = deployment.handled()

@@ -16,8 +16,6 @@ from aviso_workers.errors import BackendError
 from aviso_workers.server import NatsServer
 from aviso_workers.server.processes import free_ports
 
-__all__ = ["Node", "connected", "start_nodes", "started", "stop_nodes"]
-
 READY_SECONDS = 60.0
 SHORT_SECONDS = 0.05
 

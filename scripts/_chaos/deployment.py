@@ -18,8 +18,6 @@ from _chaos.agents import APP, router
 from _demo.children import Child, free_port, running
 from aviso_workers import App, config
 
-__all__ = ["COMMAND", "CONFIG", "Deployment", "Worker", "environment"]
-
 SCRIPTS = Path(__file__).parents[1]
 CONFIG = Path(__file__).with_name("config.yaml")
 COMMAND = Path(sys.executable).with_name("aviso-workers")
@@ -38,7 +36,8 @@ class Worker(Struct, frozen=True):
             with urlopen(f"{self.url}{path}", timeout=ANSWER_SECONDS) as answer:
                 return answer.status, answer.read().decode().strip()
         except HTTPError as answer:
-            return answer.code, answer.read().decode().strip()
+            with answer:
+                return answer.code, answer.read().decode().strip()
         except OSError as error:
             return 0, str(error)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-__all__ = ["end_in_order"]
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

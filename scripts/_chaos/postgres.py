@@ -19,8 +19,6 @@ from msgspec import Struct
 
 from _demo.children import ShortfallError
 
-__all__ = ["Postgres", "running"]
-
 USER = "postgres"
 READY_SECONDS, STOP_SECONDS, SHORT_SECONDS = 60.0, 10.0, 0.05
 UNPRIVILEGED = (

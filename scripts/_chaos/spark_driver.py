@@ -20,8 +20,6 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from aviso_workers.spark import archives, backfill, register
 
-__all__ = ["CLUSTER", "JOBS", "LOCAL", "Answer", "Job", "command", "environment"]
-
 LOCAL = "local[10]"
 """The driver does all by itself, and starts in half of the time."""
 CLUSTER = "local-cluster[2,5,1024]"

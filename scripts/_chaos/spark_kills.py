@@ -403,7 +403,7 @@ async def run(directory: Path, nodes: Sequence[Node], wanted: argparse.Namespace
     """Add to the results as they come: they count as well where somebody interrupts the rest."""
     config = directory / "config.yaml"
     write_config(config, ",".join(node.url for node in nodes), replicas=len(nodes), event_logs=directory / "growing")
-    client = App(APP, config=load(config).with_defaults(max_reconnect_attempts=0))
+    client = App(APP, config=load(config))
     async with connected(client):
         site = Site(client, nodes, directory, config=config, count=wanted.count)
         try:

@@ -17,8 +17,6 @@ from _chaos import spark_driver
 from _chaos.spark_driver import Answer, Job
 from _demo.children import ShortfallError
 
-__all__ = ["Driver"]
-
 START_SECONDS = 180.0
 LONGEST_SECONDS = 300.0
 """A job that takes longer is stuck."""

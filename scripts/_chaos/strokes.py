@@ -7,8 +7,6 @@ from enum import Enum
 
 from msgspec import Struct
 
-__all__ = ["Kind", "Stroke", "plan"]
-
 PAUSE_BETWEEN_SECONDS = (0.2, 2.5)
 
 

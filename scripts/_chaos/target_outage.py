@@ -30,7 +30,8 @@ from _chaos.interrupts import end_in_order
 from _demo.children import ShortfallError
 from aviso_workers import App
 from aviso_workers.errors import AvisoWorkersError
-from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.state.dead_letter_records import DeadLetter
 
 SERVERS, WORKERS = 3, 4
 READY_SECONDS = 120.0
@@ -86,7 +87,7 @@ async def conduct(directory: Path, *, seconds: float, rate: float, stack: ExitSt
             letters = await _dead_letters(client)
             if len(letters) != len(router.agents):
                 raise ShortfallError(f"{len(letters)} dead letters, and not one of each agent")
-            await StoredDeadLetters(client.session.admin, client.config, events=client.events).retry(*letters)
+            await StoredDeadLetters(client.session.admin, events=client.events).retry(*letters)
             console.print(f"{len(letters)} dead letters handed back")
             await anyio.sleep(max(0.0, started + seconds - time.monotonic()))
             publisher.stop.set()
@@ -133,7 +134,7 @@ def _judge(deployment: Deployment, accounts: list[Account], ended: float) -> Non
 
 
 async def _dead_letters(client: App) -> list[DeadLetter]:
-    stored = StoredDeadLetters(client.session.admin, client.config, events=client.events)
+    stored = StoredDeadLetters(client.session.admin, events=client.events)
     return [each async for each in stored.select(Selection(app=APP))]
 
 

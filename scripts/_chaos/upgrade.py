@@ -36,8 +36,6 @@ from aviso_workers.declare.tables import Table
 from aviso_workers.errors import AvisoWorkersError, BackendError
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 
-__all__ = ["Result", "conduct"]
-
 APP = "upgrade"
 EVENT = "deed"
 CONFIG = Path(__file__).with_name("config.yaml")
@@ -239,9 +237,7 @@ async def _settled(app: App, ledger: Ledger, numbers: Table[int | None], *, late
         await anyio.sleep(1.0)
         dead_letters = {
             int(dead_letter.original.subject.rpartition(".")[2])
-            async for dead_letter in StoredDeadLetters(app.session.admin, app.config, events=app.events).select(
-                Selection(app=APP)
-            )
+            async for dead_letter in StoredDeadLetters(app.session.admin, events=app.events).select(Selection(app=APP))
         }
         kept = {int(key) async for key, _ in numbers.items()}
         done = ledger.stored - doomed <= ledger.handled.keys() and doomed <= dead_letters and ledger.stored <= kept

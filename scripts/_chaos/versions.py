@@ -16,17 +16,6 @@ from aviso_workers import Notification, Router, Window, Windowing
 from aviso_workers.backends import Backend
 from aviso_workers.state import window_records
 
-__all__ = [
-    "RECORD_SUFFIX",
-    "VARIABLE",
-    "VERSIONS",
-    "WANTED",
-    "declare",
-    "numbers_in_windows",
-    "open_numbers",
-    "wrong_windows",
-]
-
 VARIABLE = "CHAOS_VERSION"
 """The variable of the environment that says which version a worker is of."""
 RECORD_SUFFIX = ".windows"

@@ -10,8 +10,6 @@ import msgspec
 from _cost import counting
 from aviso_workers import App, Batch, Batching, Notification, Reject
 
-__all__ = ["batch", "failing", "first", "one", "ordered"]
-
 
 class Field(msgspec.Struct, frozen=True):
     """The payload."""

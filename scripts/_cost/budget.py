@@ -15,8 +15,6 @@ import msgspec
 from msgspec import Struct
 from packaging.requirements import Requirement
 
-__all__ = ["FILE", "LIMIT", "LIMITS", "PROJECT", "Cost", "build", "dearer", "grown", "load", "store"]
-
 PROJECT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("costs.json")
 LIMIT = 0.03

@@ -17,8 +17,6 @@ from msgspec import Struct
 
 from _cost.counting import CALLS_VARIABLE, COUNT_VARIABLE
 
-__all__ = ["Process", "Runner", "parse"]
-
 SCRIPTS = Path(__file__).parents[1]
 COUNTER = Path(__file__).with_name("counter.c")
 RUN_SECONDS = 300.0

@@ -16,8 +16,6 @@ from _demo.children import free_port
 from aviso_workers import App, config
 from aviso_workers.server import NatsServer
 
-__all__ = ["OURS", "RIVALS", "STORED", "filled", "process"]
-
 STORED = 8_000
 """How many notifications the stream has that agents handle and readers read: there are more to come at the end."""
 COUNTED = 2_000

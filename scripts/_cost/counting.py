@@ -10,8 +10,6 @@ from collections.abc import Callable
 from cProfile import Profile
 from pathlib import Path
 
-__all__ = ["BEFOREHAND", "CALLS_VARIABLE", "COUNT_VARIABLE", "RUN", "TO_COUNT", "Tally", "begin", "end"]
-
 COUNT_VARIABLE = "COST_NOTIFICATIONS"
 CALLS_VARIABLE = "COST_CALLS_FILE"
 """Set where calls of Python functions are counted in place of instructions: the file that they are written to."""

@@ -15,8 +15,6 @@ from nats.js.api import ConsumerConfig
 from _bench.filling import BODY, FILTER, STREAM, SUBJECTS, subject
 from _cost import counting
 
-__all__ = ["main"]
-
 PULLED = 1000
 AT_ONCE = 500
 SECOND = 1_000_000_000

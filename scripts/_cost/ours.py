@@ -10,8 +10,6 @@ from _bench.filling import make_notifications
 from _cost import counting
 from aviso_workers import App
 
-__all__ = ["main"]
-
 BEFOREHAND = 20
 """Published before it is counted: the first ones look at the stream."""
 

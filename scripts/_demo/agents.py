@@ -16,8 +16,6 @@ from _demo.generating import stumbles
 from _demo.index import Field, Index, JobEnd
 from aviso_workers import App, Notification, RetryPolicy, Router
 
-__all__ = ["app"]
-
 log = structlog.get_logger("main_job")
 
 

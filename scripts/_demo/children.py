@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from urllib.request import urlopen
 
+from aviso_workers import http_answers
 from aviso_workers.server.processes import free_ports
-
-__all__ = ["INTERRUPTS", "Child", "ShortfallError", "free_port", "is_ready", "running", "wait_until"]
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.05
 LINES_SHOWN = 25
+ANSWER_SECONDS = 5.0
+MAX_BYTES = 1 << 16
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -34,8 +34,10 @@ class Child:
         self.process = process
         self.log_file = log_file
 
-    def wait(self, *, within_seconds: float) -> None:
-        """Until it has ended by itself. Raises `ShortfallError` where it takes too long or ends with an error."""
+    def wait(self, *, within_seconds: float | None = None) -> None:
+        """Until it has ended by itself, for however long where no time is given. Raises `ShortfallError` where it takes
+        too long or ends with an error.
+        """
         try:
             code = self.process.wait(within_seconds)
         except subprocess.TimeoutExpired:
@@ -143,10 +145,10 @@ def free_port() -> int:
     return port
 
 
-def is_ready(port: int) -> bool:
-    """Return whether the worker with this status port says that it is ready."""
+def is_ready(url: str) -> bool:
+    """Return whether what listens on a port of this machine answers there that it is ready."""
     try:
-        with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
-            return True
+        http_answers.read(url, seconds=ANSWER_SECONDS, silent_seconds=ANSWER_SECONDS, max_bytes=MAX_BYTES, near=True)
     except OSError:
         return False  # not there yet, or 503
+    return True

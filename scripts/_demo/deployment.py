@@ -19,12 +19,10 @@ from urllib.request import urlopen
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from _demo.children import Child, ShortfallError, free_port, running, wait_until
+from _demo.children import Child, ShortfallError, free_port, is_ready, running, wait_until
 from _demo.generating import Slice
 from _demo.index import Index
 from aviso_workers.server import NatsServer
-
-__all__ = ["Deployment", "Numbers", "Worker", "deployed"]
 
 PROJECT = Path(__file__).parents[2]
 CONFIG = PROJECT / "config" / "dev.yaml"
@@ -53,11 +51,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     url: str
 
     def is_ready(self) -> bool:
-        try:
-            with urlopen(f"{self.url}/readyz", timeout=5):
-                return True
-        except OSError:
-            return False  # not there yet, or 503
+        return is_ready(f"{self.url}/readyz")
 
     def numbers(self) -> Numbers:
         with urlopen(f"{self.url}/metrics", timeout=5) as answer:

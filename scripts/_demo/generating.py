@@ -15,8 +15,6 @@ from typing import Any
 
 from msgspec import Struct
 
-__all__ = ["Cycle", "Slice", "make_slice", "stumbles"]
-
 SEED = 20261120
 MINUTES = 180
 DATE = "20261120"

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-__all__ = ["Field", "Index", "JobEnd"]
-
 # WAL with synchronous=NORMAL: what is committed survives a kill of the process, though not a power cut. The
 # notifications are still in the stream then.
 TABLES = """

@@ -9,8 +9,6 @@ from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
-__all__ = ["act"]
-
 HIDDEN = re.compile(r'<input type="hidden" name="([^"]*)" value="([^"]*)">')
 ANSWER_SECONDS = 20.0
 PATIENCE_SECONDS = 60.0
@@ -24,7 +22,8 @@ def act(console: str, action: str, **fields: str) -> None:
         try:
             asked = _post(console, action, fields)
             break
-        except HTTPError:
+        except HTTPError as error:
+            error.close()
             if time.monotonic() > deadline:
                 raise
             time.sleep(AGAIN_SECONDS)

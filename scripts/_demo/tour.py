@@ -12,8 +12,6 @@ from typing import Any
 
 from aviso_workers import App, Notification, Notify, Reject, RetryPolicy
 
-__all__ = ["app"]
-
 STREAMS = ("oper", "wave", "enfo", "waef")
 OF_TOUR = {"expver": "tour"}
 OUTAGE_SECONDS, OUTAGE_EVERY_SECONDS = 60, 180

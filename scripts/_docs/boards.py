@@ -15,8 +15,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-__all__ = ["CONFIG", "files", "metrics"]
-
 PROJECT = Path(__file__).parents[2]
 CONFIG = PROJECT / "config"
 PAGES = ("docs/metrics.md", "docs/spark/job-events.md")

@@ -14,8 +14,6 @@ from aviso_workers.ops.doctor.checks import CHECKS
 from aviso_workers.ops.doctor.facts import Need
 from aviso_workers.ops.doctor.judgements import Check
 
-__all__ = ["PAGE", "reference", "with_reference"]
-
 PAGE = Path(__file__).parents[2] / "docs" / "operations" / "checks.md"
 BEGIN = "\n## JS001\n"
 OPTIONS: dict[Need, str] = {"agents": "--app", "backups": "--backups", "monitoring": "--monitor"}

@@ -12,8 +12,6 @@ import typer
 from aviso_workers import cli
 from aviso_workers.cli.panels import PANELS
 
-__all__ = ["page"]
-
 HEAD = """# Command-line reference
 
 Every command with its arguments and options, written from the code. `aviso-workers COMMAND --help` prints the same.

@@ -15,8 +15,6 @@ from aviso_workers.config.conversion import without_none
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.config.settings import Document
 
-__all__ = ["page"]
-
 HEAD = """# Configuration reference
 
 Every key that a configuration file can have, written from the code. [config/example.yaml](../config/example.yaml) is a

@@ -14,8 +14,6 @@ from typing import Any
 
 from _docs import pages
 
-__all__ = ["NAME", "twin", "write"]
-
 NAME = "llms.txt"
 BEGIN = "Begin"
 """The section of the pages that are in no part of the navigation."""

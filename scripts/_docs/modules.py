@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-__all__ = ["PAGE", "page"]
-
 PROJECT = Path(__file__).parents[2]
 PAGE = PROJECT / "docs" / "modules.md"
 BEGINNING = """# Modules

@@ -12,8 +12,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["gather", "with_links"]
-
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
 CODE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 

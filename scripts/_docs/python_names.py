@@ -9,8 +9,6 @@ from typing import Any
 import aviso_workers
 from aviso_workers import errors, spark, testing
 
-__all__ = ["page"]
-
 HEAD = """# Python reference
 
 What the public modules export, with their docstrings. [Public names](../public-names.md) says what keeps its meaning

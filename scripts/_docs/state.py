@@ -13,8 +13,6 @@ from pathlib import Path
 from aviso_workers import state
 from aviso_workers.state.kept import Kept
 
-__all__ = ["PAGE", "kept", "page"]
-
 PAGE = Path(__file__).parents[2] / "docs" / "state.md"
 BEGINNING = """# What is stored, and where
 

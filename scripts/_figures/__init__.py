@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from _figures import public_tests
+from _figures import code_lines, public_tests
 
 __all__ = ["FEATURES", "PROJECT", "figures", "figures_of_tests", "reading_list"]
 
@@ -41,27 +41,32 @@ PLAIN_WORKER = "import aviso_workers.worker.process, aviso_workers.app, aviso_wo
 def figures() -> dict[str, int]:
     """Return the figures of the package and the pages, by name."""
     sources = _sources()
-    lines = {path: len(source.splitlines()) for path, source in sources.items()}
-    core = [path for path in sources if path.parts[0] == "aviso_workers" and path.parts[1] not in TOOLS]
+    code = {path: code_lines.count(source) for path, source in sources.items()}
     loaded = _loaded(PLAIN_WORKER)
     reading = reading_list()
-    found = {"lines": sum(lines.values()), "lines of the core": sum(lines[path] for path in core)}
     parts = Counter[str]()
-    for path, count in lines.items():
-        part = path.parts[1] if path.parts[0] == "aviso_workers" and len(path.parts) > 2 else path.parts[0]
-        parts[part] += count
-    found |= {f"lines of {part}": count for part, count in sorted(parts.items())}
+    for path, count in code.items():
+        parts[_part(path)] += count
+    found = {f"code of {part}": count for part, count in sorted(parts.items())}
     found |= {
+        "modules": len(sources),
         "modules that a plain worker loads": len(loaded),
-        "lines that a plain worker loads": sum(lines[path] for path in loaded),
+        "code that a plain worker loads": sum(code[path] for path in loaded),
         "modules of the reading list": len(reading),
-        "lines of the reading list": sum(lines[path] for path in reading),
+        "code of the reading list": sum(code[path] for path in reading),
     }
     found |= {f"files that use {feature}": len(_using(modules)) for feature, modules in FEATURES.items()}
     found["class names that stand twice"] = len(_class_names_twice())
     found["functions above a complexity of 10"] = _complex()
     found["words of README and docs"] = sum(len(page.read_text().split()) for page in _pages())
     return found
+
+
+def _part(path: Path) -> str:
+    """Return the part that a module belongs to: one that a user can leave out, or the core."""
+    if path.parts[0] != "aviso_workers":
+        return path.parts[0]
+    return path.parts[1] if path.parts[1] in TOOLS else "the core"
 
 
 def figures_of_tests() -> dict[str, int]:

@@ -23,8 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["listing", "public", "touched_by_test"]
-
 PROJECT = Path(__file__).parents[2]
 TESTS = PROJECT / "tests"
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef

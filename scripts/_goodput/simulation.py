@@ -23,7 +23,7 @@ from aviso_workers.engine.acknowledging import (
     AWAY,
     FAILURE_COSTS,
     FAILURE_SECONDS,
-    LATER_SECONDS,
+    SOON,
     UNTRIED,
     UNTRIED_LEAST_SECONDS,
 )
@@ -278,9 +278,9 @@ class Simulation:
         handler.runs, taken, handler.taken = False, handler.taken, []
         sequences = [each.message.sequence for each in (taken[:1] if self._setting.fails_by_call else taken)]
         failed = any(self._fails(each, _key(each), self._clock.now) for each in sequences)
-        for delivery in taken:
+        for number, delivery in enumerate(taken):
             if failed:
-                self._settle_failed(delivery, started=started)
+                self._settle_failed(delivery, started=started, told=number > 0)
             else:
                 self._flow.finish(delivery)
                 self._successes += 1
@@ -288,13 +288,12 @@ class Simulation:
                 if self._outage.strained:
                     self._outage.succeeded()
 
-    def _settle_failed(self, delivery: Held, *, started: float) -> None:
+    def _settle_failed(self, delivery: Held, *, started: float, told: bool) -> None:
         """Do as `Settler.settle` does with a failure."""
         sequence, now = delivery.message.sequence, self._clock.now
         known = self._known.setdefault(sequence, Known())
-        if self._counts:
-            call = started if self._size > 1 else None
-            self._outage.failed(ERROR, again=delivery.tried, away=self._away, call=call)
+        if self._counts and not told:
+            self._outage.failed(ERROR, again=delivery.tried, away=self._away)
         if self._away:
             grows = not known.waits or self._successes > known.succeeded or not self._setting.paced
             known.waits += grows
@@ -336,14 +335,16 @@ class Simulation:
     def _decide(self) -> None:
         """Do as `redeliveries` and `Settler.postpone` do with what came again."""
         while (delivery := self._flow.dispatch.take_asked()) is not None:
-            sequence = delivery.message.sequence
-            later = 0.0
+            sequence, now = delivery.message.sequence, self._clock.now
+            later, is_many = 0.0, False
             if not self._ordered and delivery.num_pending and sequence in self._known:
-                later = self._share.later_seconds(self._clock.now)
-                if later <= 0 and self._flow.has_many_retries:
-                    later = random.uniform(*LATER_SECONDS)
+                later = self._share.later_seconds(now)
+                if is_many := later <= 0 and self._flow.has_many_retries:
+                    later = (UNTRIED if self._outage.pace.is_shut else SOON).delay_seconds(1)
             if later > 0:
-                self._nak(sequence, later)
+                timer = self._nak(sequence, later)
+                if is_many:
+                    self._untried.append((now + later, sequence, timer))
                 self._flow.finish(delivery)
             else:
                 self._flow.admit(delivery, tried=sequence in self._known)

@@ -20,8 +20,6 @@ from aviso_workers import App, Notification, Reject, RetryPolicy
 from aviso_workers.engine import failure_recorder, shared_filters
 from aviso_workers.state import consumer_records
 
-__all__ = ["app"]
-
 consumer_records.STUCK_SECONDS = 5.0
 shared_filters.CHECK_SECONDS = 10.0
 failure_recorder.OVER_SECONDS = 5.0

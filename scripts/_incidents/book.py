@@ -20,8 +20,6 @@ from _incidents.operator import HEALTHY, Look
 from _incidents.scene import WAIT_SECONDS, Scene
 from aviso_workers.errors import AvisoWorkersError
 
-__all__ = ["Expected", "Outcome", "Situation", "conduct", "make"]
-
 ALERT_LOOK_SECONDS = 0.2
 
 Made = Callable[[Scene], Iterator[None]]
@@ -31,7 +29,7 @@ Made = Callable[[Scene], Iterator[None]]
 class Expected(Struct, frozen=True, kw_only=True):
     """What an operator shall see."""
 
-    state: str = "ok|idle"
+    state: str = "idle|working"
     """A regular expression for the whole state of `agents ls`."""
     fails: frozenset[str] = frozenset()
     warns: frozenset[str] = frozenset()

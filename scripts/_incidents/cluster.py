@@ -12,8 +12,6 @@ from pathlib import Path
 from _chaos import clusters
 from aviso_workers.server.processes import free_ports
 
-__all__ = ["SERVERS", "Cluster", "running"]
-
 SERVERS = 3
 USERS = """
 authorization {{

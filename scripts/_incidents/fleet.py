@@ -10,8 +10,6 @@ import anyio
 from _incidents import variables
 from aviso_workers import App, Batch, Batching, Notification, Window, Windowing
 
-__all__ = ["app"]
-
 name = os.environ.get(variables.NAME, "healthy")
 app = App(name)
 

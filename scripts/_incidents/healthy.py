@@ -11,12 +11,10 @@ from _incidents import cluster
 from _incidents.operator import HEALTHY, Look
 from _incidents.scene import Scene
 
-__all__ = ["conduct"]
-
 NAME = "healthy"
 PER_SECOND = 100
 HELD_FOR_A_DAY = {"AvisoDoctorWarns"}
-"""A warning of the doctor, such as JS021 of a burst, has to last for a day before its alert fires."""
+"""A warning of the doctor, such as JS058 of an agent that is behind, has to last for a day before its alert fires."""
 
 
 def conduct(looks: int, console: Console) -> int:

@@ -17,10 +17,8 @@ from msgspec import Struct
 from _chaos.deployment import COMMAND, Worker
 from _demo.children import ShortfallError
 
-__all__ = ["HEALTHY", "Done", "Exporter", "Look", "Operator"]
-
 COMMAND_SECONDS = 180.0
-HEALTHY = {"ok", "idle"}
+HEALTHY = {"idle", "working", "catching up"}
 """The states of agents that nothing is wrong with."""
 NO_WORKER = "no answer"
 NO_DOCTOR = "could not begin"
@@ -110,7 +108,11 @@ class Operator:
         rows = [row for row in map(json.loads, done.out.splitlines()) if row["app"] == app]
         if not rows:
             return _last_line(done.err) or "no agents"
-        states = [row["state"] if row["agent"] == "handle" else f"{row['agent']}: {row['state']}" for row in rows]
+        said = ["; ".join([f"{row['state']}: {row['why']}".removesuffix(": "), *row["also"]]) for row in rows]
+        states = [
+            text if row["agent"] == "handle" else f"{row['agent']}: {text}"
+            for row, text in zip(rows, said, strict=True)
+        ]
         return "; ".join(TIME.sub("TIME", state) for state in states)
 
 

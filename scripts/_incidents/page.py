@@ -9,8 +9,6 @@ from pathlib import Path
 from _incidents import prometheus
 from _incidents.book import Outcome
 
-__all__ = ["PAGE", "text"]
-
 PAGE = Path(__file__).parents[2] / "docs/operations/incidents.md"
 NUMBER = re.compile(r"(?<![\w.])\d{1,4}(?!\w)")
 """A number that differs from run to run; JetStream's codes have five digits."""

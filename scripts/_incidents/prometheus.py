@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["LOOK", "RULES", "Prometheus", "waits"]
+from _demo.children import is_ready
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "config/prometheus-rules.yml"
@@ -70,11 +70,7 @@ class Prometheus:
 
     def is_ready(self) -> bool:
         """Return whether it has started. A signal that comes before that ends it."""
-        try:
-            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=ANSWER_SECONDS):
-                return True
-        except OSError:
-            return False
+        return is_ready(f"{self._url}/-/ready")
 
     def follow(self, workers: Sequence[int]) -> None:
         """Ask these workers from now on. It has to be ready."""

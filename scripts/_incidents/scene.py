@@ -24,8 +24,6 @@ from aviso_workers import App, Notify, config
 from aviso_workers.errors import BackendError
 from aviso_workers.server.processes import free_ports
 
-__all__ = ["TARGET", "WAIT_SECONDS", "Scene"]
-
 SCRIPTS = Path(__file__).parents[1]
 TARGET = "_incidents.agents:app"
 PROMETHEUS = Path(sys.executable).with_name("prometheus")

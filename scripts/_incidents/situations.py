@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from _incidents.book import Expected, Made, Situation
 from _incidents.scene import Scene
 
-__all__ = ["SITUATIONS"]
-
 SITUATIONS: list[Situation] = []
 SOME = 20
 DOWN = "no answer"
@@ -18,7 +16,7 @@ def situation(
     title: str,
     *,
     cure: str,
-    state: str = "ok|idle",
+    state: str = "idle|working",
     fails: Iterable[str] = (),
     warns: Iterable[str] = (),
     readyz: str = "200 ok",
@@ -76,7 +74,7 @@ def one_server_killed(scene: Scene) -> Iterator[None]:
 
 @situation(
     "Two of three servers are killed",
-    state=r".*: JetStream system temporarily unavailable \(JetStream 10008\)",
+    state=r".*(JetStream system temporarily unavailable \(JetStream 10008\)|unknown).*",
     fails=["JS044", "JS049"],
     readyz="503 cannot lead, for lack of bucket .*",
     alerts=["AvisoServersUnhealthy", "AvisoDoctorFails", "AvisoWorkerNotReady", "AvisoLeaderHindered"],
@@ -93,11 +91,11 @@ def two_servers_killed(scene: Scene) -> Iterator[None]:
 
 @situation(
     "The only worker is killed",
-    state=r"\d+ pending, and no worker pulls them",
-    fails=["JS030"],
+    state=r"no worker: \d+ wait, and no worker runs",
+    fails=["JS058"],
     readyz=DOWN,
     livez=DOWN,
-    alerts=["AvisoWorkerDown", "AvisoAgentStuck", "AvisoDoctorFails"],
+    alerts=["AvisoWorkerDown", "AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
     cure="Start a worker: `aviso-workers worker MODULE:APP`",
 )
 def only_worker_killed(scene: Scene) -> Iterator[None]:
@@ -126,11 +124,11 @@ def consumer_deleted(scene: Scene) -> Iterator[None]:
 
 @situation(
     "A consumer is deleted while no worker runs",
-    state="its consumer is gone",
-    fails=["JS065"],
+    state=r"consumer gone: a worker makes it again, after sequence \d+; the last one of .* is \d+",
+    fails=["JS058"],
     readyz=DOWN,
     livez=DOWN,
-    alerts=["AvisoConsumerMissing", "AvisoWorkerDown", "AvisoDoctorFails"],
+    alerts=["AvisoAgentNeedsSomebody", "AvisoWorkerDown", "AvisoDoctorFails"],
     cure="Start a worker: `aviso-workers worker MODULE:APP`",
 )
 def consumer_deleted_without_worker(scene: Scene) -> Iterator[None]:
@@ -179,24 +177,24 @@ def filter_edited(scene: Scene) -> Iterator[None]:
 
 @situation(
     "An agent was paused and forgotten",
-    state="paused until it is resumed",
+    state="paused: until it is resumed",
     warns=["JS036"],
     alerts=["AvisoDoctorWarns"],
-    cure="`aviso-workers agents resume AGENT --app APP`",
+    cure="`aviso-workers agents resume APP/AGENT`",
 )
 def agent_paused(scene: Scene) -> Iterator[None]:
-    scene.operator.must("agents", "pause", "handle", "--app", scene.name)
+    scene.operator.must("agents", "pause", f"{scene.name}/handle")
     scene.publish(SOME)
     yield
-    scene.operator.must("agents", "resume", "handle", "--app", scene.name)
+    scene.operator.must("agents", "resume", f"{scene.name}/handle")
 
 
 @situation(
     "A handler fails each time",
-    state=r"retrying since TIME, \d+ times: RuntimeError: the archive does not answer \(agents.py:\d+\)",
-    warns=["JS022"],
-    alerts=["AvisoRetriesRising", "AvisoDoctorWarns"],
-    passing=["JS058", "AvisoDoctorFails", "AvisoAgentStuck"],
+    state=r"failing: since TIME, \d+ times: RuntimeError: the archive does not answer \(agents.py:\d+\); \d+ are tried "
+    r"again.*",
+    alerts=["AvisoRetriesRising"],
+    passing=["JS058", "AvisoDoctorFails", "AvisoDoctorWarns", "AvisoAgentNeedsSomebody"],
     cure="Repair the service that the handler depends on; the notifications are tried again by themselves",
 )
 def handler_fails(scene: Scene) -> Iterator[None]:
@@ -208,9 +206,9 @@ def handler_fails(scene: Scene) -> Iterator[None]:
 
 @situation(
     "A handler hangs",
-    state=r"\d+ delivered and not finished; the oldest one, after sequence \d+, for \d+ min",
+    state=r"stuck: \d+ are delivered and not finished, the oldest after sequence \d+",
     fails=["JS058"],
-    alerts=["AvisoAgentStuck", "AvisoDoctorFails"],
+    alerts=["AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
     cure="Repair what the handler waits for, and restart the worker; give the agent a `timeout`",
 )
 def handler_hangs(scene: Scene) -> Iterator[None]:
@@ -227,7 +225,7 @@ def handler_hangs(scene: Scene) -> Iterator[None]:
     livez="503 .*",
     readyz=".*",
     alerts=["AvisoWorkerLoopBlocked"],
-    passing=["JS058", "AvisoAgentStuck", "AvisoDoctorFails"],
+    passing=["JS058", "AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
     cure="Make the handler a plain `def`, which runs in a thread, and restart the worker",
 )
 def loop_blocked(scene: Scene) -> Iterator[None]:
@@ -243,7 +241,7 @@ def loop_blocked(scene: Scene) -> Iterator[None]:
     "Notifications have become dead letters",
     warns=["JS057"],
     alerts=["AvisoDeadLetters", "AvisoDoctorWarns"],
-    state=r"ok|idle|failing since TIME, .*: Reject: no such field.*",
+    state=r"idle|working|failing: since TIME, .*: Reject: no such field.*",
     cure="`aviso-workers dead-letters ls`, repair the cause, then `aviso-workers dead-letters retry`",
 )
 def dead_letters(scene: Scene) -> Iterator[None]:
@@ -257,7 +255,7 @@ def dead_letters(scene: Scene) -> Iterator[None]:
 
 @situation(
     "A timer fails",
-    state=r"idle; timer tick: failing since TIME, .*: RuntimeError: the report cannot be written \(agents.py:\d+\)",
+    state=r"idle; timer tick: failing: since TIME, .*: RuntimeError: the report cannot be written \(agents.py:\d+\)",
     warns=["JS077"],
     alerts=["AvisoTimerFails", "AvisoDoctorWarns"],
     cure="Repair the cause; the next tick succeeds",
@@ -270,7 +268,7 @@ def timer_fails(scene: Scene) -> Iterator[None]:
 
 @situation(
     "A task fails",
-    state=r"idle; task poll: failing since TIME, .*: RuntimeError: the catalogue does not answer \(agents.py:\d+\)",
+    state=r"idle; task poll: failing: since TIME, .*: RuntimeError: the catalogue does not answer \(agents.py:\d+\)",
     warns=["JS077"],
     alerts=["AvisoTaskFails", "AvisoDoctorWarns"],
     cure="Repair the cause; the worker starts the task again",
@@ -305,12 +303,18 @@ def event_stream_full(scene: Scene) -> Iterator[None]:
 
 @situation(
     "The stream of dead letters is full",
-    state=r"(.*; )?(failing|retrying) since TIME, \d+ times: RefusedError: stream \w+ is full: .*",
-    fails=["JS006"],
+    state=r"hindered: 1 of 1 workers cannot go on; .*: dead letters cannot be stored: .*",
+    fails=["JS006", "JS058"],
     warns=["JS057"],
     readyz="503 agent handle: dead letters cannot be stored: .*",
-    alerts=["AvisoStreamNearlyFull", "AvisoDeadLettersRefused", "AvisoWorkerNotReady", "AvisoDoctorFails"],
-    passing=["JS022", "JS058", "AvisoDeadLetters", "AvisoDoctorWarns", "AvisoRetriesRising", "AvisoAgentStuck"],
+    alerts=[
+        "AvisoStreamNearlyFull",
+        "AvisoDeadLettersRefused",
+        "AvisoWorkerNotReady",
+        "AvisoDoctorFails",
+        "AvisoAgentNeedsSomebody",
+    ],
+    passing=["AvisoDeadLetters", "AvisoDoctorWarns", "AvisoRetriesRising"],
     cure="Repair the cause, raise `workers.dead_letters.max_bytes` and restart one worker, then "
     "`aviso-workers dead-letters retry`",
 )
@@ -330,9 +334,8 @@ def dead_letters_full(scene: Scene) -> Iterator[None]:
 
 @situation(
     "There are too few workers",
-    state="ok",
-    warns=["JS021"],
-    alerts=["AvisoLagGrowing", "AvisoDoctorWarns"],
+    state=r"behind: \d+ wait, more than before; 1 workers handle it|working|catching up",
+    passing=["JS058", "AvisoAgentNeedsSomebody", "AvisoDoctorWarns"],
     cure="Start more workers of the app",
 )
 def too_few_workers(scene: Scene) -> Iterator[None]:
@@ -346,37 +349,38 @@ def too_few_workers(scene: Scene) -> Iterator[None]:
 
 @situation(
     "A right of the workers' user is taken away: the bucket of leases",
+    state=r"hindered: 1 of 1 workers cannot go on; .*: cannot lead, for lack of bucket .*",
+    fails=["JS058"],
     readyz="503 cannot lead, for lack of bucket .*_leases: .*",
-    alerts=["AvisoLeaderHindered", "AvisoWorkerNotReady"],
+    alerts=["AvisoLeaderHindered", "AvisoWorkerNotReady", "AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
     cure="Grant the subject that `/readyz` and `leader.hindered` name (`aviso-workers server render --role worker`), "
     "and reload the servers",
 )
 def right_taken_away(scene: Scene) -> Iterator[None]:
     scene.publish(SOME)
-    scene.cluster.deny(f"$KV.{scene.name}_leases.>")
+    scene.cluster.deny(f"$KV.{scene.name}__leases.>")
     yield
     scene.cluster.deny()
 
 
 @situation(
     "A worker starts and dies in a loop, because of one notification",
-    state="(.*; )?retrying since TIME, .*: WorkerDiedError: .*",
+    state="(.*; )?failing: since TIME, .*: WorkerDiedError: .*",
     fails=["JS066"],
     readyz=".*",
     livez=".*",
     alerts=["AvisoWorkerRestarts", "AvisoDoctorFails"],
     passing=[
-        "JS030",
         "JS058",
         "AvisoWorkerDown",
         "AvisoWorkerNotReady",
-        "AvisoAgentStuck",
+        "AvisoAgentNeedsSomebody",
         "AvisoRetriesRising",
         "AvisoDoctorWarns",
     ],
     attempts=60,
     window="30s",
-    cure="`aviso-workers agents pause AGENT --app APP`, repair the handler, `agents resume`; after as many deaths as "
+    cure="`aviso-workers agents pause APP/AGENT`, repair the handler, `agents resume`; after as many deaths as "
     "the agent has attempts it is a dead letter, for `dead-letters retry`",
 )
 def worker_dies_in_a_loop(scene: Scene) -> Iterator[None]:
@@ -384,9 +388,9 @@ def worker_dies_in_a_loop(scene: Scene) -> Iterator[None]:
     over = scene.supervise()
     scene.publish(1, "exit")
     yield
-    scene.operator.must("agents", "pause", "handle", "--app", scene.name)
+    scene.operator.must("agents", "pause", f"{scene.name}/handle")
     scene.repair("handler")
-    scene.operator.must("agents", "resume", "handle", "--app", scene.name)
+    scene.operator.must("agents", "resume", f"{scene.name}/handle")
     scene.publish(SOME)
     scene.wait_until_handled()
     over.set()
@@ -394,11 +398,11 @@ def worker_dies_in_a_loop(scene: Scene) -> Iterator[None]:
 
 @situation(
     "An app was retired, and nobody will start its worker again",
-    state=r"\d+ pending, and no worker pulls them",
-    fails=["JS030"],
+    state=r"no worker: \d+ wait, and no worker runs",
+    fails=["JS058"],
     readyz=DOWN,
     livez=DOWN,
-    alerts=["AvisoAgentStuck", "AvisoDoctorFails"],
+    alerts=["AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
     retires=True,
     cure="`aviso-workers agents rm APP --workers-stopped --yes`",
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ATTEMPTS", "DIRECTORY", "NAME"]
-
 NAME = "INCIDENTS_NAME"
 DIRECTORY = "INCIDENTS_DIRECTORY"
 """Where the ledger and the files are that say what goes wrong."""

@@ -94,7 +94,7 @@ class Newcomer:
         dev = [*page.dev, "--status-port", str(status_port)]
         with running("dev", dev, log_dir=directory, environment=environment, directory=directory) as child:
             with self._step(f"{' '.join(page.dev)}, until it is ready"):
-                _wait(lambda: is_ready(status_port), child, "it is not ready")
+                _wait(lambda: is_ready(f"http://127.0.0.1:{status_port}/readyz"), child, "it is not ready")
             with self._step("aviso-workers notify, until it is handled"):
                 self._run(page.notify, environment, directory)
                 _wait(lambda: page.handled in child.log_file.read_text(), child, f"it has not told {page.handled!r}")

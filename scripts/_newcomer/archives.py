@@ -10,8 +10,6 @@ from pathlib import Path
 
 from msgspec import Struct
 
-__all__ = ["Archives", "build"]
-
 LEFT_OUT = (
     *(".git", ".venv*", ".aviso-workers", ".hypothesis", ".*_cache"),
     *("__pycache__", "*.egg-info", "*.so", "build", "dist"),

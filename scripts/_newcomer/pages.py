@@ -8,8 +8,6 @@ from pathlib import Path
 
 from msgspec import Struct
 
-__all__ = ["Page", "read", "write_files"]
-
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 HANDLED = re.compile(r"The (?:agent prints|worker logs) `([^`]+)`")
 FILES = {"aviso.yaml": "notification_backend:", "fields.py": "@app.agent(", "test_fields.py": "def test_"}

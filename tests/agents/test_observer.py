@@ -17,12 +17,11 @@ import yaml
 
 from aviso_agents import observer
 from aviso_workers import App, Notification, RetryPolicy
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.events import Event, Measured, Settled
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.state import consumer_records
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, flushed
 
 pytestmark = pytest.mark.anyio
 
@@ -45,6 +44,16 @@ class Shown:
     async def until_value(self, name: str, labels: tuple[str, ...], value: float | None) -> None:
         """None: there is no such series any more."""
         await self.until(lambda: name in self.gauges and self.gauges[name].get(labels) == value)
+
+    async def until_state(self, of: tuple[str, ...], state: str, needs: float | None = None) -> None:
+        """Wait for the state of an agent, and whether it needs somebody."""
+        await self.until(lambda: self.state_of(of) == state)
+        if needs is not None:
+            await self.until_value("agent_needs_somebody", (*of, state), needs)
+
+    def state_of(self, of: tuple[str, ...]) -> str:
+        states = [labels[-1] for labels in self.gauges.get("agent_needs_somebody", ()) if labels[:-1] == of]
+        return states[0] if states else ""
 
     def _listen(self, event: Event) -> None:
         match event:
@@ -128,55 +137,37 @@ async def working(app: App) -> AsyncIterator[None]:
         stop.set()
 
 
-@pytest.mark.covers("001-04", "001-38")
-async def test_the_lag_of_an_agent_whose_workers_are_down_is_shown(app: App, shown: Shown, stream: str) -> None:
+@pytest.fixture
+async def labels(app: App, shown: Shown, stream: str) -> tuple[str, ...]:
+    """Those of an agent that has handled one notification, and whose worker has ended since."""
+
     @app.agent("field")
     async def index(notification: Notification[Any]) -> None: ...
 
-    labels = (app.name, "index", stream)
     await app.notify("field", {"step": 0})
     async with working(app):
         await shown.until(lambda: shown.settled == 1)
+    return (app.name, "index", stream)
+
+
+@pytest.mark.covers("001-04", "001-38")
+async def test_the_lag_of_an_agent_whose_workers_are_down_is_shown(
+    app: App, shown: Shown, stream: str, labels: tuple[str, ...]
+) -> None:
     for step in range(3):
         await app.notify("field", {"step": step})
 
     async with observing(app):
         await shown.until_value("pending", labels, 3)
-    found = {
-        name: shown.gauges[name][labels] for name in ("ack_pending", "redelivered", "ack_floor_sequence", "paused")
-    }
-    assert found == {"ack_pending": 0, "redelivered": 0, "ack_floor_sequence": 1, "paused": 0}
+    found = {name: shown.gauges[name][labels] for name in ("ack_pending", "redelivered", "ack_floor_sequence")}
+    assert found == {"ack_pending": 0, "redelivered": 0, "ack_floor_sequence": 1}
     now = datetime.now(UTC).timestamp()
     for name in ("last_delivery_timestamp_seconds", "last_ack_timestamp_seconds"):
         assert now - 60 < shown.gauges[name][labels] <= now, name
-    assert now - 60 < shown.gauges["last_poll_timestamp_seconds"][stream,] <= now
+    assert now - 60 < shown.gauges["last_poll_timestamp_seconds"][()] <= now
 
 
-async def test_an_agent_that_gets_nothing_done_is_stuck_until_it_does(
-    app: App, shown: Shown, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(consumer_records, "STUCK_SECONDS", 6.0)
-    may_go_on = anyio.Event()
-
-    @app.agent("field", ack_wait=0.1, retry=RetryPolicy(attempts=1))
-    async def index(notification: Notification[Any]) -> None:
-        await may_go_on.wait()
-
-    labels = (app.name, "index", stream)
-    await app.notify("field", {"step": 0})
-    async with observing(app), working(app):
-        await shown.until_value("ack_pending", labels, 1)
-        assert shown.gauges["stuck"][labels] == 0
-        await shown.until_value("stuck", labels, 1)
-        may_go_on.set()
-        await shown.until_value("stuck", labels, 0)
-
-
-async def test_what_an_agent_is_blocked_at_is_counted_and_not_stuck(
-    app: App, shown: Shown, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(consumer_records, "STUCK_SECONDS", 0.0)
-
+async def test_what_an_agent_is_blocked_at_is_told(app: App, shown: Shown, stream: str) -> None:
     @app.agent("field", ack_wait=0.1, retry=RetryPolicy(first=0.01, factor=1, max=60, attempts=None))
     async def index(notification: Notification[Any]) -> None:
         raise ValueError("no such field")
@@ -184,20 +175,21 @@ async def test_what_an_agent_is_blocked_at_is_counted_and_not_stuck(
     labels = (app.name, "index", stream)
     await app.notify("field", {"step": 0})
     async with working(app), observing(app):
-        await shown.until_value("blocked", labels, 1)
-        await anyio.sleep(1.0)  # which is longer than it may be unfinished
-        polled = shown.gauges["last_poll_timestamp_seconds"][stream,]
-        await shown.until(lambda: shown.gauges["last_poll_timestamp_seconds"][stream,] > polled)
-        assert (shown.gauges["blocked"][labels], shown.gauges["stuck"][labels]) == (1, 0)
-    await app.session.admin.delete_stream(f"KV_{app.name}_failures")  # which other observers would read
+        await shown.until_state(labels, "blocked", 1)
+    await app.session.admin.delete_stream(f"KV_{app.name}__failures")  # which other observers would read
 
 
-async def test_an_agent_that_nobody_runs_is_stuck_too(app: App, shown: Shown, stream: str) -> None:
-    await app.notify("field", {"step": 0})
-    await app.session.backend.ensure_consumer(stream, durable("away__index", f"{stream.lower()}.>"))
-
+async def test_an_agent_that_nobody_runs_is_said_to_have_no_worker(
+    app: App, shown: Shown, stream: str, labels: tuple[str, ...]
+) -> None:
+    """It needs somebody a minute later."""
+    await app.notify("field", {"step": 1})
     async with observing(app):
-        await shown.until_value("stuck", ("away", "index", stream), 1)
+        await shown.until_state(labels, "no worker", 0)
+        assert shown.gauges["agent_state_since_timestamp_seconds"][labels] > 0
+        async with working(app):
+            await shown.until_state(labels, "idle", 0)
+            assert shown.gauges["agent_state_since_timestamp_seconds"][labels] == 0
 
 
 async def test_dead_letters_are_counted_by_agent(app: App, shown: Shown) -> None:
@@ -219,10 +211,10 @@ async def test_what_the_server_does_not_answer_stays_as_it_was(app: App, shown: 
     async with observing(app):
         await shown.until_value("pending", ("away", "index", stream), 1)
         backend.disconnect()
-        polled = shown.gauges["last_poll_timestamp_seconds"][stream,]
+        polled = shown.gauges["last_poll_timestamp_seconds"][()]
         await anyio.sleep(0.2)
         assert shown.gauges["pending"]["away", "index", stream] == 1
-        assert shown.gauges["last_poll_timestamp_seconds"][stream,] == polled
+        assert shown.gauges["last_poll_timestamp_seconds"][()] == polled
         backend.reconnect()
         await app.notify("field", {"step": 1})
         await shown.until_value("pending", ("away", "index", stream), 2)
@@ -243,34 +235,21 @@ async def test_an_agent_whose_consumer_is_deleted_disappears(
 
 
 async def test_an_agent_whose_consumer_is_gone_shows_as_such_until_a_worker_makes_it_anew(
-    app: App, shown: Shown, stream: str
+    app: App, shown: Shown, stream: str, labels: tuple[str, ...]
 ) -> None:
-    @app.agent("field")
-    async def index(notification: Notification[Any]) -> None: ...
-
-    labels = (app.name, "index", stream)
-    await app.notify("field", {"step": 0})
-    async with working(app):
-        await shown.until(lambda: shown.settled == 1)
     async with observing(app):
-        await shown.until_value("consumer_missing", labels, 0)
+        await shown.until_state(labels, "at rest")
         await app.session.admin.delete_consumer(stream, f"{app.name}__index")
-        await shown.until_value("consumer_missing", labels, 1)
+        await shown.until_state(labels, "consumer gone")
         async with working(app):
-            await shown.until_value("consumer_missing", labels, 0)
+            await shown.until_state(labels, "idle")
 
 
 async def test_an_agent_without_any_has_none_shown_so_that_the_first_one_is_a_change(
-    app: App, shown: Shown, stream: str
+    app: App, shown: Shown, labels: tuple[str, ...]
 ) -> None:
-    @app.agent("field")
-    async def index(notification: Notification[Any]) -> None: ...
-
-    await app.notify("field", {"step": 0})
-    async with working(app):
-        await shown.until(lambda: shown.settled == 1)
     async with observing(app):
-        await shown.until_value("dead_letters", (app.name, "index"), 0)
+        await shown.until_value("dead_letters", labels[:2], 0)
 
 
 @pytest.mark.parametrize("kind", ["jetstream"])
@@ -291,13 +270,13 @@ async def test_a_thousand_agents_cost_a_handful_of_requests(
 
     async with await nats.connect(server.url) as client:
         await client.subscribe("$JS.API.>", cb=count)
-        await client.flush()
+        await flushed(client)
         async with observing(app):
-            await shown.until(lambda: "dead_letters" in shown.gauges)  # what is asked for last
-        await client.flush()
+            await shown.until(lambda: "pending" in shown.gauges)  # it has looked twice
+        await flushed(client)
 
-    assert asked.pop(f"CONSUMER.LIST.{stream}") == 4, "pages of the thousand"
-    assert asked.total() <= 20, asked
+    assert asked[f"CONSUMER.LIST.{stream}"] == 8, "two looks, with four pages of the thousand each"
+    assert sum(number for request, number in asked.items() if stream in request) <= 20, asked
     assert len([agent for agent in shown.gauges["pending"] if agent[2] == stream]) == 1000
 
 

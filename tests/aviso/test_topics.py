@@ -136,9 +136,10 @@ def test_a_stream_is_named_and_bound_after_the_base() -> None:
     assert (topics.stream_name("Mars"), topics.binding("Mars")) == ("MARS", "Mars.>")
 
 
-def test_no_base_names_no_stream() -> None:
-    with pytest.raises(InvalidNotificationError, match="names no stream"):
-        topics.stream_name("")
+@pytest.mark.parametrize("base", ["", "a.b", "mars ", "X 0\r\n\r\nPUB $JS.API.STREAM.DELETE.VICTIM 0\r\n\r\nPUB Y"])
+def test_what_is_no_base_names_no_stream(base: str) -> None:
+    with pytest.raises(InvalidNotificationError, match="a topic base must match"):
+        topics.stream_name(base)
 
 
 # Subjects

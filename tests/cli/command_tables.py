@@ -13,10 +13,10 @@ from aviso_workers.cli import agents, backup, consumers, dead_letters, report, s
 from aviso_workers.cli import server as server_commands
 from aviso_workers.cli.tables import table
 from aviso_workers.ops.agent_report import AgentRow
-from aviso_workers.ops.dead_letters import DeadLetter
 from aviso_workers.ops.inventory import ResourceUse
 from aviso_workers.ops.mirrors import Link
 from aviso_workers.ops.reports import ConsumerRow, ServerRow, StreamRow
+from aviso_workers.state.dead_letter_records import DeadLetter
 
 WIDTH = 80
 Rows = list[Sequence[str]]
@@ -77,8 +77,9 @@ LISTED: list[dict[str, str | int]] = [
         "messages": 1_204_567,
         "bytes": 412_345_678,
         "consumers": 12,
+        "note": "sealed: it takes no publish any more",
     },
-    {"stream": "KV_aviso_workers_consumers", "configured": "-", "messages": 12, "bytes": 2345, "consumers": 0},
+    {"stream": "KV_field__state", "configured": "-", "messages": 12, "bytes": 2345, "consumers": 0, "note": ""},
 ]
 AGENTS = [
     AgentRow(
@@ -90,11 +91,8 @@ AGENTS = [
         redelivered=2,
         dead_letters=17,
         rate=-412.5,
-        paused_until="",
-        trouble="",
-        why_none="",
-        failing="retrying since 2026-11-20T06:00:00Z, 300 times: ConnectionError: no index (fields.py:12)",
-        state="retrying since 2026-11-20T06:00:00Z, 300 times: ConnectionError: no index (fields.py:12)",
+        state="failing",
+        why="since 2026-11-20T06:00:00Z, 300 times: ConnectionError: no index (fields.py:12); 2 are tried again",
     ),
     AgentRow(
         app="alerts",
@@ -105,11 +103,9 @@ AGENTS = [
         redelivered=0,
         dead_letters=0,
         rate=0.0,
-        paused_until="",
-        trouble="3 pending, and no worker pulls them",
-        why_none="",
-        failing="",
-        state="3 pending, and no worker pulls them",
+        state="no worker",
+        why="3 wait, and no worker runs",
+        needs=True,
     ),
 ]
 DEAD_LETTER = DeadLetter(
@@ -172,7 +168,7 @@ STREAMS = [
         trouble="",
     ),
     StreamRow(
-        stream="KV_aviso_workers_consumers",
+        stream="KV_field__state",
         messages=12,
         bytes=2345,
         used=None,

@@ -59,10 +59,10 @@ def test_what_a_server_has(complete: Complete, config: Path, start: Start, tmp_p
     worker.until("agent.started")
     assert complete("streams", "info", "--config", config, "MA") == ["MARS"]
     assert complete("consumers", "show", "--config", config, "MARS", "f") == ["field__index"]
-    assert complete("agents", "pause", "--config", config, "in") == ["index"]
-    assert complete("agents", "pause", "--config", config, "--app", "other", "in") == []
+    assert complete("agents", "pause", "--config", config, "f") == ["field/index"]
+    assert complete("agents", "pause", "--config", config, "other/") == []
     assert complete("agents", "rm", "--config", config, "f") == ["field"]
-    assert complete("agents", "ls", "--config", config, "--app", "f") == ["field"]
+    assert complete("agents", "ls", "--config", config, "field/") == ["field/index"]
     assert complete("dead-letters", "ls", "--config", config, "--agent", "in") == ["index"]
 
 

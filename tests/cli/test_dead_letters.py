@@ -19,16 +19,20 @@ import pytest
 from aviso_workers import App, Notification, Reject, RetryPolicy
 from aviso_workers.cli import dead_letters as cli
 from aviso_workers.events import Settled
-from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
+from aviso_workers.state import own_streams
 from tests.cli.conftest import Ran
 from tests.waits import PATIENCE_SECONDS
 
 Run = Callable[..., Ran]
 
 
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "field")
+RETRIES = own_streams.of_app(own_streams.RETRIES, "field")
+
 FIELDS = """
 from aviso_workers.state import own_streams
 from aviso_workers import App, Notification
+
 
 app = App("fields")
 
@@ -331,7 +335,7 @@ def test_what_is_no_dead_letter_is_left_out_and_told(run: Run, config: Path, dea
         from aviso_workers.aviso.codec import Message
 
         async with App("tests", config=config) as app:
-            message = Message(subject="aviso_workers.dead_letters.a.b", data=b"?")
+            message = Message(subject="aviso_workers.dead_letters.field.b", data=b"?")
             await app.session.backend.publish(
                 message, message_id="x", stream=DEAD_LETTERS, timeout_seconds=PATIENCE_SECONDS
             )

@@ -11,6 +11,7 @@ import pytest
 
 from aviso_workers import App, Notification
 from aviso_workers.server import NatsServer
+from aviso_workers.state import dead_letter_records
 from tests.cli.conftest import Run
 from tests.commands import Command
 
@@ -18,8 +19,8 @@ DENIED = [
     "$JS.API.STREAM.LIST",
     "$JS.API.STREAM.NAMES",
     "$JS.API.CONSUMER.LIST.MARS",
-    "$JS.API.STREAM.INFO.KV_aviso_workers_consumers",
-    "$JS.API.STREAM.INFO.aviso_workers_dead_letters",
+    "$JS.API.STREAM.INFO.KV_field__state",
+    "$JS.API.STREAM.INFO.aviso_workers_dead_letters__field",
 ]
 
 
@@ -45,6 +46,7 @@ def config_of(tmp_path: Path, write_config: Callable[..., Path]) -> Iterator[Cal
         async def work() -> None:
             async with app.running():
                 await app.notify("mars", {"class": "od", "step": 1})
+                await app.session.backend.create_stream(dead_letter_records.stream_spec("field", app.config))
 
         anyio.run(work)
         yield lambda subject: of(f"user{DENIED.index(subject)}")
@@ -54,10 +56,10 @@ def config_of(tmp_path: Path, write_config: Callable[..., Path]) -> Iterator[Cal
     ("subject", "command", "shown", "denied"),
     [
         ("$JS.API.CONSUMER.LIST.MARS", "agents ls", "not known, since the server denies our user", True),
-        ("$JS.API.STREAM.INFO.KV_aviso_workers_consumers", "agents ls", "index", True),
-        ("$JS.API.STREAM.INFO.aviso_workers_dead_letters", "agents ls", "index", True),
-        ("$JS.API.STREAM.LIST", "agents ls", "idle", False),
-        ("$JS.API.CONSUMER.LIST.MARS", "consumers ls", "aviso_workers_retries", True),
+        ("$JS.API.STREAM.INFO.KV_field__state", "agents ls", "index", True),
+        ("$JS.API.STREAM.INFO.aviso_workers_dead_letters__field", "agents ls", "index", True),
+        ("$JS.API.STREAM.LIST", "agents ls", "index", True),
+        ("$JS.API.CONSUMER.LIST.MARS", "consumers ls", "aviso_workers_retries__field", True),
         ("$JS.API.CONSUMER.LIST.MARS", "report streams", "MARS", True),
         ("$JS.API.STREAM.NAMES", "report streams", "MARS", True),
     ],
@@ -72,11 +74,11 @@ def test_the_rest_is_shown(
 
 
 def test_what_is_retried_may_be_more_than_may_be_read(run: Run, config_of: Callable[[str], Path]) -> None:
-    ran = run("agents", "retrying", "field", "index", "-c", config_of("$JS.API.STREAM.INFO.KV_aviso_workers_consumers"))
+    ran = run("agents", "retrying", "field/index", "-c", config_of("$JS.API.STREAM.INFO.KV_field__state"))
     assert "MARS: " in ran.out
     assert (
         ran.code,
-        "the server denies our user $JS.API.STREAM.INFO.KV_aviso_workers_consumers: give it" in ran.err,
+        "the server denies our user $JS.API.STREAM.INFO.KV_field__state: give it" in ran.err,
     ) == (1, True), ran
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.cli import details
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import Cluster, Replica
 
 

@@ -20,15 +20,25 @@ Run = Callable[..., Ran]
 QUICK = ("--seconds", "0.1")
 
 
-def test_what_fails_comes_first_with_its_cure_and_ends_with_1(run: Run, config: Path) -> None:
-    ran = run("doctor", *QUICK, "--config", config)
+@pytest.fixture
+def failing(run: Run, config: Path) -> Path:
+    """A configuration whose stream drops what is published, because it has no consumer."""
+    document = json.loads(config.read_text())
+    document["notification_backend"]["jetstream"]["retention_policy"] = "interest"
+    config.write_text(json.dumps(document))
+    assert run("streams", "apply", "--config", config).code == 0
+    return config
+
+
+def test_what_fails_comes_first_with_its_cure_and_ends_with_1(run: Run, failing: Path) -> None:
+    ran = run("doctor", *QUICK, "--config", failing)
     assert ran.code == 1
     assert re.match(r"nats-server \S+ \d+\.\d+\.\d+: 1 FAIL, ", ran.lines[0])
     assert ran.lines[2:6] == [
-        "FAIL JS042 MARS: the stream of event type mars does not exist",
-        f"     Expected: {check('JS042').title}.",
-        f"     Why: {check('JS042').why} (docs/operations/checks.md#js042)",
-        f"       -> {check('JS042').cure.format(stream='MARS')}",
+        "FAIL JS008 MARS: retention interest and no consumer",
+        f"     Expected: {check('JS008').title}.",
+        f"     Why: {check('JS008').why} (docs/operations/checks.md#js008)",
+        f"       -> {check('JS008').cure}",
     ]
     assert "SKIP JS001 JS002 JS003 JS005 JS040 JS047 JS052: checked only with --production" in ran.lines
     assert f"PASS JS004 {check('JS004').title}" in ran.lines
@@ -59,26 +69,26 @@ def test_only_in_production_three_copies_are_needed(run: Run, config: Path) -> N
     assert (ran.code, "FAIL JS003 MARS: num_replicas 1" in ran.lines) == (1, True), ran
 
 
-def test_a_program_reads_all_of_it(run: Run, config: Path) -> None:
-    ran = run("doctor", *QUICK, "--format", "json", "--config", config)
+def test_a_program_reads_all_of_it(run: Run, failing: Path) -> None:
+    ran = run("doctor", *QUICK, "--format", "json", "--config", failing)
     told = json.loads(ran.out)
-    assert (ran.code, told["state"], told["durability"]) == (1, "FAIL", {})
+    assert (ran.code, told["state"], [*told["durability"]]) == (1, "FAIL", ["MARS"])
     assert len(told["checks"]) == len(CHECKS)
     worst = told["checks"][0]
-    assert (worst["code"], worst["state"], worst["docs"]) == ("JS042", "FAIL", "docs/operations/checks.md#js042")
+    assert (worst["code"], worst["state"], worst["docs"]) == ("JS008", "FAIL", "docs/operations/checks.md#js008")
     (finding,) = worst["findings"]
     assert finding == {
         "state": "FAIL",
         "where": "MARS",
         "stream": "MARS",
         "consumer": "",
-        "found": "the stream of event type mars does not exist",
-        "cure": check("JS042").cure.format(stream="MARS"),
+        "found": "retention interest and no consumer",
+        "cure": check("JS008").cure,
         "accepted": "",
     }
 
 
-def accepting(config: Path, *, where: str = "MARS", until: str = "2999-01-31T00:00:00Z", code: str = "JS042") -> Path:
+def accepting(config: Path, *, where: str = "MARS", until: str = "2999-01-31T00:00:00Z", code: str = "JS008") -> Path:
     """The configuration, in which a finding is accepted."""
     given = {"code": code, "where": where, "reason": "not created yet", "until": until}
     path = config.with_name("accepting.yaml")
@@ -87,75 +97,74 @@ def accepting(config: Path, *, where: str = "MARS", until: str = "2999-01-31T00:
 
 
 @pytest.mark.parametrize("where", ["MARS", "M*"])
-def test_an_accepted_finding_is_shown_and_is_no_failure(run: Run, config: Path, where: str) -> None:
-    accepted = accepting(config, where=where)
+def test_an_accepted_finding_is_shown_and_is_no_failure(run: Run, failing: Path, where: str) -> None:
+    accepted = accepting(failing, where=where)
     text = run("doctor", *QUICK, "--config", accepted)
     assert (text.code, ": 0 FAIL, " in text.lines[0], ", 1 ACCEPTED, " in text.lines[0]) == (0, True, True), text
     until = "until 2999-01-31 00:00 UTC: not created yet"
-    assert f"ACCEPTED JS042 MARS: the stream of event type mars does not exist ({until})" in text.lines
-    assert check("JS042").cure.format(stream="MARS") not in text.out
+    assert f"ACCEPTED JS008 MARS: retention interest and no consumer ({until})" in text.lines
+    assert check("JS008").cure not in text.out
 
     told = json.loads(run("doctor", *QUICK, "--format", "json", "--config", accepted).out)
-    (result,) = [each for each in told["checks"] if each["code"] == "JS042"]
+    (result,) = [each for each in told["checks"] if each["code"] == "JS008"]
     (finding,) = result["findings"]
     assert (result["state"], finding["state"]) == ("ACCEPTED", "ACCEPTED")
     assert finding["accepted"] == until
 
     gauges = run("doctor", *QUICK, "--format", "prometheus", "--config", accepted).lines
-    assert 'aviso_doctor_findings{code="JS042",state="accepted"} 1.0' in gauges
-    assert 'aviso_doctor_findings{code="JS042",state="fail"} 0.0' in gauges
-    assert 'aviso_doctor_check{code="JS042",state="accepted"} 1.0' in gauges
+    assert 'aviso_doctor_findings{code="JS008",state="accepted"} 1.0' in gauges
+    assert 'aviso_doctor_findings{code="JS008",state="fail"} 0.0' in gauges
+    assert 'aviso_doctor_check{code="JS008",state="accepted"} 1.0' in gauges
     nagios = run("doctor", *QUICK, "--format", "nagios", "--config", accepted)
     expected = "AVISO-WORKERS OK - nothing found | fail=0 warn=0 accepted=1"
     assert (nagios.code, nagios.out.split(" skip=")[0]) == (0, expected)
 
 
-def test_an_acceptance_that_is_over_counts_no_more_and_says_so(run: Run, config: Path) -> None:
-    ran = run("doctor", *QUICK, "--config", accepting(config, until="2020-01-31T00:00:00Z"))
+def test_an_acceptance_that_is_over_counts_no_more_and_says_so(run: Run, failing: Path) -> None:
+    ran = run("doctor", *QUICK, "--config", accepting(failing, until="2020-01-31T00:00:00Z"))
     assert ran.code == 1
     assert ran.lines[2] == (
-        "FAIL JS042 MARS: the stream of event type mars does not exist "
-        "(was accepted until 2020-01-31 00:00 UTC: not created yet)"
+        "FAIL JS008 MARS: retention interest and no consumer (was accepted until 2020-01-31 00:00 UTC: not created yet)"
     )
 
 
-def test_findings_of_another_place_are_not_accepted(run: Run, config: Path) -> None:
-    assert run("doctor", *QUICK, "--config", accepting(config, where="OTHER")).code == 1
+def test_findings_of_another_place_are_not_accepted(run: Run, failing: Path) -> None:
+    assert run("doctor", *QUICK, "--config", accepting(failing, where="OTHER")).code == 1
 
 
-def test_a_code_that_no_check_has_is_refused(run: Run, config: Path) -> None:
-    ran = run("doctor", *QUICK, "--config", accepting(config, code="JS999"))
+def test_a_code_that_no_check_has_is_refused(run: Run, failing: Path) -> None:
+    ran = run("doctor", *QUICK, "--config", accepting(failing, code="JS999"))
     assert (ran.code, "doctor.accepted[0].code: there is no check JS999" in ran.err) == (2, True), ran
 
 
-def test_prometheus_reads_it_and_the_labels_are_bounded(run: Run, config: Path) -> None:
-    ran = run("doctor", *QUICK, "--format", "prometheus", "--config", config)
+def test_prometheus_reads_it_and_the_labels_are_bounded(run: Run, failing: Path) -> None:
+    ran = run("doctor", *QUICK, "--format", "prometheus", "--config", failing)
     samples = [sample for family in text_string_to_metric_families(ran.out) for sample in family.samples]
     states = {
         (sample.labels["code"], sample.labels["state"]): sample.value
         for sample in samples
         if sample.name == "aviso_doctor_check"
     }
-    assert states["JS042", "fail"] == 1
-    assert states["JS042", "pass"] == 0
+    assert states["JS008", "fail"] == 1
+    assert states["JS008", "pass"] == 0
     assert len(states) == 5 * len(CHECKS)
     assert sum(states.values()) == len(CHECKS)
     (findings,) = [
         sample
         for sample in samples
-        if sample.name == "aviso_doctor_findings" and sample.labels == {"code": "JS042", "state": "fail"}
+        if sample.name == "aviso_doctor_findings" and sample.labels == {"code": "JS008", "state": "fail"}
     ]
     assert findings.value == 1
     assert "MARS" not in ran.out
 
 
-def test_nagios_gets_its_line_and_its_codes(run: Run, config: Path) -> None:
-    ran = run("doctor", *QUICK, "--format", "nagios", "--config", config)
+def test_nagios_gets_its_line_and_its_codes(run: Run, failing: Path) -> None:
+    ran = run("doctor", *QUICK, "--format", "nagios", "--config", failing)
     assert ran.code == 2
     (line,) = ran.lines
-    assert line.startswith("AVISO-WORKERS CRITICAL - JS042 MARS: the stream of event type mars does not exist | fail=1")
-    run("streams", "apply", "--config", config)
-    warned = run("doctor", *QUICK, "--format", "nagios", "--config", config)
+    assert line.startswith("AVISO-WORKERS CRITICAL - JS008 MARS: retention interest and no consumer | fail=1")
+    run("streams", "rm", "MARS", "--yes", "--config", failing)
+    warned = run("doctor", *QUICK, "--format", "nagios", "--config", failing)
     assert (warned.code, warned.lines[0].split(" - ")[0]) == (0, "AVISO-WORKERS OK")
 
 

@@ -17,8 +17,8 @@ Run = Callable[..., Ran]
     [
         (("streams", "purge", "MARS", "--subject", "", "--yes"), "--subject"),
         (("streams", "purge", "MARS", "--subject=", "--yes"), "--subject"),
-        (("agents", "rm", "field", "--agent", "", "--yes"), "--agent"),
-        (("agents", "pause", "index", "--app", "field", "--for", ""), "--for"),
+        (("dead-letters", "drop", "--agent", "", "--yes"), "--agent"),
+        (("agents", "pause", "field/index", "--for", ""), "--for"),
         (("dead-letters", "drop", "--error", "", "--yes"), "--error"),
         (("backup", "create", "mars", "--to", ""), "--to"),
         (("streams", "rm", "", "--yes"), "the argument after 'rm'"),

@@ -73,14 +73,14 @@ def test_a_record_that_exists_is_not_overwritten(run: Run, stored: Path, tmp_pat
 
 def test_keys_of_tables_that_may_hold_copies_are_named(run: Run, stored: Path) -> None:
     async def keep(server: OpenedServer) -> None:
-        bucket = await server.admin.key_value("index__sums")
+        bucket = await server.admin.key_value("index__table__sums")
         await bucket.put("step=2F1", b"7")
         await bucket.put("total", b"8")
 
     connected(ConfigSource(stored), keep)
     ran = run("erase", "mars", "step=1", "--dry-run", "-c", stored)
-    at = ran.lines.index("may hold copies: table index__sums, 2 keys, of which 1 have a value of what matches:")
-    assert ran.lines[at + 1] == "  --key index__sums/step=2F1"
+    at = ran.lines.index("may hold copies: table index__table__sums, 2 keys, of which 1 have a value of what matches:")
+    assert ran.lines[at + 1] == "  --key index__table__sums/step=2F1"
 
 
 @pytest.mark.parametrize(

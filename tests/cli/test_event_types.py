@@ -115,7 +115,7 @@ def test_they_are_checked(run: Run, app: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("url")
 def test_who_publishes_reads_and_operates_knows_them(run: Run, app: str) -> None:
     unknown = run("notify", *RIDE)
-    assert (unknown.code, "no configuration file" in unknown.err) == (2, True)
+    assert (unknown.code, "event types: none, as no configuration file" in unknown.err) == (2, True)
     assert run("notify", *RIDE, "--app", app) == Ran(code=0, out="ride@1 stored in RIDE\n", err="")
     (line,) = run("replay", "ride", "n=7", "--app", app).lines
     assert json.loads(line)["data"]["identifier"]["n"] == "7"

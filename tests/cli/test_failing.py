@@ -82,7 +82,7 @@ def until_failing(run: Run, config: Path, *names: str, of: tuple[str, ...] = ())
     """The rows of `agents ls`, when all of these are told to fail."""
     while True:
         found = rows(run, config, *of)
-        if all(found.get(name, {}).get("failing") for name in names):
+        if all(found.get(name, {}).get("state") == "failing" for name in names):
             return found
 
 
@@ -92,15 +92,14 @@ FAILING = ("index", "timer report", "task watch")
 def test_the_list_names_the_last_error_of_what_fails(run: Run, config: Path, app: str, worker: Command) -> None:
     for of in ((), (app,)):
         found = until_failing(run, config, *FAILING, of=of)
-        assert found["index"]["state"].startswith("retrying since 20")
-        assert ", once: ValueError: no index for this step (failing_" in found["index"]["state"]
+        assert ", once: ValueError: no index for this step (failing_" in found["index"]["why"]
         assert found["healthy"]["state"] == "idle"
-        assert "times: RuntimeError: no report (failing_" in found["timer report"]["state"]
-        assert "OSError: no such directory (failing_" in found["task watch"]["state"]
+        assert "times: RuntimeError: no report (failing_" in found["timer report"]["why"]
+        assert "OSError: no such directory (failing_" in found["task watch"]["why"]
     lines = run("agents", "ls", "--seconds", "0.1", "--config", config).lines
     (timer,) = [line for line in lines if "timer report" in line]
     assert timer.split()[:9] == ["field", "timer", "report", "-", "-", "-", "-", "-", "-"]
-    of_other = run("agents", "ls", "--app", "other", "--config", config)
+    of_other = run("agents", "ls", "other", "--config", config)
     assert "timer report" not in of_other.out
 
 
@@ -115,29 +114,29 @@ def test_the_list_that_is_watched_has_what_fails_too(run: Run, config: Path, sta
 
 def test_what_is_retried_is_listed_with_what_waits_behind_it(run: Run, config: Path, worker: Command) -> None:
     until_failing(run, config, "index")
-    ran = run("agents", "retrying", "field", "index", "--config", config)
+    ran = run("agents", "retrying", "field/index", "--config", config)
     names, row, state = ran.lines
     assert (ran.code, ran.err) == (0, "")
     assert names.split("  ")[0] == "SEQUENCE"
     sequence, attempt, _, error, key, behind, blocked = re.split(" {2,}", row)
     assert (sequence, attempt, key, behind, blocked) == ("1", "2 of 6", "od", "2", "no")
     assert error.startswith("ValueError: no index for this step")
-    assert state.startswith("MARS: retrying since 20")
-    (document,) = run("agents", "retrying", "field", "index", "--json", "--config", config).lines
+    assert state.startswith("MARS: failing: since 20")
+    (document,) = run("agents", "retrying", "field/index", "--json", "--config", config).lines
     assert (json.loads(document)["sequence"], json.loads(document)["attempt"]) == (1, 1)
 
 
 @pytest.mark.parametrize(
-    ("owner", "agent", "complaint"),
+    ("agent", "complaint"),
     [
-        ("field", "indx", "app field has no agent indx that reads one of the configured streams"),
-        ("fild", "index", "no agent of app fild reads one of the configured streams; there are apps: field"),
+        ("field/indx", "no agent indx of app field is known"),
+        ("fild/index", "no agent of app fild is known; there are apps: field"),
     ],
 )
 def test_an_agent_that_is_not_there_has_nothing_to_retry(
-    run: Run, config: Path, worker: Command, owner: str, agent: str, complaint: str
+    run: Run, config: Path, worker: Command, agent: str, complaint: str
 ) -> None:
-    assert run("agents", "retrying", owner, agent, "--config", config) == Ran(1, "", f"aviso-workers: {complaint}\n")
+    assert run("agents", "retrying", agent, "--config", config) == Ran(1, "", f"aviso-workers: {complaint}\n")
 
 
 def test_an_agent_is_shown_with_its_last_failure(run: Run, config: Path, app: str, worker: Command) -> None:
@@ -159,7 +158,7 @@ def test_timers_are_listed_with_their_next_ticks_and_who_leads(
     assert report["leader"].endswith(f":{worker.process.pid}")
     assert tidy["leader"] == "every worker"
     assert report["last"] < report["next"][0] < report["next"][1]
-    assert (report["state"].startswith("failing since 20"), tidy["state"]) == (True, "ok")
+    assert (report["state"].startswith("failing: since 20"), tidy["state"]) == (True, "ok")
 
     assert worker.end(signal.SIGTERM) == 0
     ran = run("timers", "ls", app, "--config", config)
@@ -189,7 +188,8 @@ def test_a_timer_that_an_operator_has_run_fails_no_more(
     (tmp_path / f"{mended}.py").write_text(APP.replace('raise RuntimeError("no report")', "pass"))
     assert run("timers", "run", f"{mended}:app", "report", "--config", config).code == 0
     ran = run("timers", "ls", f"{mended}:app", "--json", "--config", config)
-    assert (ran.code, {json.loads(line)["state"] for line in ran.lines}) == (0, {"ok"})
+    states = {line["timer"]: line["state"] for line in map(json.loads, ran.lines)}
+    assert (ran.code, states) == (0, {"report": "at rest: no worker of its app runs", "tidy": "ok"})
 
 
 def test_the_doctor_names_timers_and_tasks_that_fail(run: Run, config: Path, worker: Command) -> None:

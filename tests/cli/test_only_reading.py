@@ -41,7 +41,7 @@ async def tidy() -> None: ...
 STORED = 5
 READING = {
     "agents ls": ("mine:app", "--seconds", "0.1"),
-    "agents retrying": ("mine", "act"),
+    "agents retrying": ("mine/act",),
     "agents show": ("mine:app",),
     "backup create": ("--all", "--to", "backups"),
     "backup ls": ("backups",),
@@ -77,7 +77,7 @@ READING = {
 READING_WITHOUT_END = {"top": ("--seconds", "0.1"), "watch": ("mars", "--from-id", "1")}
 SHOWING = {
     "agents rm": ("mine",),
-    "agents skip": ("act", "--all", "--app", "mine"),
+    "agents skip": ("mine/act", "--all"),
     "consumers rm": ("ORDERS", "shipping"),
     "delete": ("mars@1",),
     "erase": ("mars", "class=od", "--dry-run"),

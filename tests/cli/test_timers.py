@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from aviso_workers.errors import UnavailableError
+from aviso_workers.ops import timer_control
 from tests.cli.conftest import Ran
 from tests.conftest import Start
 
@@ -103,9 +105,20 @@ def test_a_timer_is_run_also_while_it_is_paused(run: Run, config: Path, app: str
     assert run("timers", "run", app, "report", "--config", config).out.startswith("reported\nreport ran, in ")
 
 
-def test_a_worker_runs_a_timer_that_is_asked_for(run: Run, config: Path, app: str, start: Start) -> None:
+def test_a_worker_runs_a_timer_that_is_asked_for(
+    run: Run, config: Path, app: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no server answers for a moment."""
     worker = start("worker", app, "--config", config)
     worker.lines(1)
+    looked, away = timer_control.asked, [UnavailableError("no server")]
+
+    async def asked(*what: Any) -> Any:
+        if away:
+            raise away.pop()
+        return await looked(*what)
+
+    monkeypatch.setattr(timer_control, "asked", asked)
     run("timers", "pause", app, "report", "--config", config)
     ran = run("timers", "run", app, "report", "--ask", "--config", config)
     assert (ran.code, ran.err) == (0, "")

@@ -170,7 +170,7 @@ class TestReplay:
         config.write_text(json.dumps(document))
         assert run("notify", "mars", "class=od", "step=0", "number=1", "--config", config).code == 0
         ran = run("replay", "mars", "--config", config)
-        assert (ran.code, ids(ran.lines)) == (0, ["mars@25"])
+        assert (ran.code, ids(ran.lines)) == (1, ["mars@25"])
         *first, more, last = ran.err.splitlines()
         assert [line.partition(" is left out: ")[0] for line in first] == [f"mars@{i}" for i in range(1, 11)]
         assert more == "more is left out, which is counted until the end"
@@ -202,7 +202,7 @@ class TestAllEventTypes:
     def test_are_replayed_one_after_the_other(self, run: Run, of_two: Path, publish: Callable[..., None]) -> None:
         publish(0, 6)
         ran = run("replay", "--config", of_two)
-        assert (ran.code, ids(ran.lines)) == (3, ["mars@1", "mars@2"])
+        assert (ran.code, ids(ran.lines)) == (1, ["mars@1", "mars@2"])
         assert ran.err.startswith("orders is not read: stream ORDERS does not exist: nothing was ever published, ")
         assert run("notify", "orders", "class=od", "--config", of_two).code == 0
         publish(12)

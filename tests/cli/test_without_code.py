@@ -58,15 +58,15 @@ def test_agents_are_listed_with_where_their_event_type_is_from(run: Run, operato
     assert ran.code == 0
     assert ran.err.startswith("event type fields is not in the configuration; it is that of app field (without_")
     (row,) = map(json.loads, ran.lines)
-    assert (row["app"], row["agent"], row["stream"], row["state"]) == ("field", "index", "FIELDS", "idle")
+    assert (row["app"], row["agent"], row["stream"], row["state"]) == ("field", "index", "FIELDS", "at rest")
     assert run("agents", "ls", worked, "--seconds", "0.1").err == "", "the code has it"
 
 
 def test_they_are_controlled(run: Run, operators: Path, worked: str) -> None:
-    assert run("agents", "pause", "index", "--app", "field", "--config", operators).code == 0
-    assert "paused until it is resumed" in run("agents", "ls", "--seconds", "0.1", "--config", operators).out
-    assert run("agents", "resume", "index", "--app", "field", "--config", operators).code == 0
-    assert run("agents", "reset", "index", "--app", "field", "--to", "new", "--yes", "--config", operators).code == 0
+    assert run("agents", "pause", "field/index", "--config", operators).code == 0
+    assert "paused: until it is resumed" in run("agents", "ls", "--seconds", "0.1", "--config", operators).out
+    assert run("agents", "resume", "field/index", "--config", operators).code == 0
+    assert run("agents", "reset", "field/index", "--to", "new", "--yes", "--config", operators).code == 0
 
 
 def test_their_policy_is_shown(run: Run, operators: Path, worked: str) -> None:
@@ -80,7 +80,7 @@ def test_their_policy_is_shown(run: Run, operators: Path, worked: str) -> None:
     assert shown == of_code
     ran = run("agents", "show", "fild", "--config", operators)
     assert ran.code == 1
-    assert ran.err.endswith("no agent of app fild reads one of the configured streams; there are apps: field\n")
+    assert ran.err.endswith("no agent of app fild is known; there are apps: field\n")
 
 
 def test_the_doctor_knows_their_streams(run: Run, operators: Path, worked: str) -> None:
@@ -92,7 +92,7 @@ def test_the_doctor_knows_their_streams(run: Run, operators: Path, worked: str) 
 def test_an_event_type_that_cannot_be_read_is_left_out_and_told(run: Run, operators: Path, worked: str) -> None:
     async def spoil() -> None:
         async with open_backend(load(operators)) as backend:
-            bucket = await consumer_records.bucket(backend)
+            bucket = await consumer_records.bucket(backend, "field")
             entry = await bucket.get("field/declared")
             assert entry is not None
             record = json.loads(entry.value)
@@ -108,31 +108,55 @@ def test_an_event_type_that_cannot_be_read_is_left_out_and_told(run: Run, operat
     assert "\x1b" not in ran.err
 
 
-def test_agents_of_an_older_version_are_told_and_not_passed_over(run: Run, operators: Path, worked: str) -> None:
+def test_what_another_app_records_hides_no_agent_and_stops_no_server(run: Run, operators: Path, worked: str) -> None:
+    async def steal() -> None:
+        async with open_backend(load(operators)) as backend:
+            entry = await (await consumer_records.bucket(backend, "field")).get("field/declared")
+            assert entry is not None
+            record = json.loads(entry.value)
+            record["event_types"]["fields"]["topic"]["base"] = "stolen"
+            record |= {"time": "2099-01-01T00:00:00Z", "agents": {}}
+            bucket = await consumer_records.bucket(backend, "other")
+            await bucket.put("other/declared", json.dumps(record).encode())
 
+    anyio.run(steal)
+    ran = run("agents", "ls", "--seconds", "0.1", "--json", "--config", operators)
+    assert [json.loads(line)["agent"] for line in ran.lines] == ["index"], ran.err
+    assert "another event type fields is that of app other" in ran.err
+    assert run("agents", "pause", "field/index", "--config", operators).code == 0
+    ran = run("doctor", "--seconds", "0.1", "--format", "json", "--config", operators)
+    (missing,) = [check for check in json.loads(ran.out)["checks"] if check["code"] == "JS042"]
+    assert (missing["state"], missing["findings"]) == ("PASS", []), "nobody has read the stream that is only recorded"
+
+
+def test_agents_whose_event_types_are_not_known_are_listed_by_what_is_stored(
+    run: Run, operators: Path, worked: str
+) -> None:
     async def forget() -> None:
         async with open_backend(load(operators)) as backend:
             await declarations.remove(backend, app="field")
 
     anyio.run(forget)
     ran = run("agents", "ls", "--seconds", "0.1", "--config", operators)
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err.startswith("aviso-workers: agents also read FIELDS by field/index, of whose event types nothing is")
+    assert (ran.code, "at rest" in ran.out, ran.err) == (0, True, "")
 
 
 def test_agents_of_which_nothing_is_recorded_are_told_by_their_consumers(
     run: Run, operators: Path, worked: str
 ) -> None:
-    """Their worker has no right to write the bucket, or somebody has deleted it."""
+    """Somebody has deleted the bucket."""
 
     async def delete() -> None:
         async with open_backend(load(operators)) as backend:
-            await backend.delete_stream(f"KV_{consumer_records.BUCKET}")
+            await backend.delete_stream("KV_field__state")
 
     anyio.run(delete)
     ran = run("agents", "ls", "--seconds", "0.1", "--config", operators)
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err.startswith("aviso-workers: agents also read FIELDS by field/index, of whose event types nothing is")
+    assert ran.code == 1
+    said = (
+        "unknown: it seems at rest; not known, since its workers have not recorded how far it has come, or the records"
+    )
+    assert said in ran.out
 
 
 def test_agents_beside_those_that_are_listed_are_told(run: Run, config: Path, operators: Path, worked: str) -> None:
@@ -140,14 +164,15 @@ def test_agents_beside_those_that_are_listed_are_told(run: Run, config: Path, op
 
     async def spoil() -> None:
         async with open_backend(load(operators)) as backend:
-            bucket = await consumer_records.bucket(backend)
+            bucket = await consumer_records.bucket(backend, "field")
             entry, position = await bucket.get("field/declared"), await bucket.get("field/index/FIELDS")
             assert entry is not None
             assert position is not None
-            await bucket.put("older/one/OLDER", position.value)
-            await bucket.put("older/declared", b"garbage")
+            older = await consumer_records.bucket(backend, "older")
+            await older.put("older/one/OLDER", position.value)
+            await older.put("older/declared", b"garbage")
 
     anyio.run(spoil)
     ran = run("agents", "ls", "--seconds", "0.1", "--json", "--config", operators)
-    assert (ran.code, [json.loads(line)["agent"] for line in ran.lines]) == (0, ["index"])
-    assert "agents also read OLDER by older/one" in ran.err
+    assert (ran.code, [json.loads(line)["agent"] for line in ran.lines]) == (1, ["index", "one"])
+    assert json.loads(ran.lines[1])["state"] == "stream gone"

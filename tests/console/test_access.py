@@ -15,13 +15,13 @@ from aviso_workers import App
 from aviso_workers.config import Config, load
 from aviso_workers.config.secrets import Secret
 from aviso_workers.config.settings import Console, ConsoleProxy, ConsoleUser
-from aviso_workers.console import web
 from aviso_workers.console.access import Access
 from aviso_workers.console.actions import ACTIONS
 from aviso_workers.console.serve import MAX_REQUESTS
-from aviso_workers.console.web import MAX_FAILED
 from aviso_workers.errors import ConfigError
 from aviso_workers.state.own_streams import AUDIT
+from aviso_workers.telemetry import failed_logins
+from aviso_workers.telemetry.failed_logins import MAX_FAILED
 from aviso_workers.testing import Harness
 from tests.console.conftest import OPERATOR, READER, Served, confirmed, publish, served, shown, text_of, with_console
 from tests.contract.settings import app_config
@@ -138,7 +138,7 @@ async def guess_often(console: Served) -> None:
             for _ in range(2 * MAX_FAILED):
                 guessing.start_soon(guess)
         assert sorted(answers) == [401] * MAX_FAILED + [429] * MAX_FAILED
-        assert anyio.current_time() - began >= MAX_FAILED * web.FAILED_SECONDS
+        assert anyio.current_time() - began >= MAX_FAILED * failed_logins.FAILED_SECONDS
         assert (await user.get("/settings")).status_code == 200
 
 

@@ -18,11 +18,14 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.config import Config
 from aviso_workers.console import audit, dead_letters, jobs
 from aviso_workers.errors import OutcomeUnknownError, UnavailableError
-from aviso_workers.state import consumer_records, timer_requests
-from aviso_workers.state.own_streams import AUDIT, DEAD_LETTERS, RETRIES
+from aviso_workers.state import orders, own_streams, timer_requests
+from aviso_workers.state.own_streams import AUDIT
 from aviso_workers.state.timer_requests import Run
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, confirmed, hidden_fields, publish, served, shown, text_of
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "field-index")
+RETRIES = own_streams.of_app(own_streams.RETRIES, "field-index")
 
 pytestmark = pytest.mark.anyio
 
@@ -133,13 +136,13 @@ async def test_one_dead_letter_is_erased_from_its_page(console: Served, app: App
     await publish(app, 3, 3)
     async with console.client() as client:
         await shown(client, "/dead-letters", "2 of 2 dead letters.")
-        page = await client.get("/dead-letters/1")
+        page = await client.get("/dead-letters/field-index/1")
         asked = await client.post("/actions/drop-dead-letters", data=hidden_fields(page.text, "drop-dead-letters"))
-        assert "1 dead letters (sequence 1) are erased for good." in text_of(asked.text)
+        assert "1 dead letters (app field-index, sequence 1) are erased for good." in text_of(asked.text)
         await client.post("/actions/drop-dead-letters", data=hidden_fields(asked.text, "drop-dead-letters"))
         await shown(client, "/jobs/1", "Erase dead letters: done.", "1 of 1")
         await shown(client, "/dead-letters", "1 of 1 dead letters.")
-        assert (await client.get("/dead-letters/2")).status_code == 200
+        assert (await client.get("/dead-letters/field-index/2")).status_code == 200
 
 
 async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> None:
@@ -154,7 +157,7 @@ async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> 
             "/jobs/1",
             "Retry dead letters: stopped.",
             "1 of 5 handed back; 4 are not",
-            "Not done Dead letters 2, 3, 4, 5.",
+            "Not done Dead letters field-index/2 , field-index/3",
         )
         await shown(client, "/audit", "stopped 1 of 5 handed back; 4 are not")
 
@@ -162,7 +165,7 @@ async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> 
 async def test_retried_notifications_are_decided_about(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4)
     async with console.client() as client:
-        await shown(client, "/agents/field-index/blocks", "blocked at MARS@1 (key od), and 1 wait behind it: KeyError")
+        await shown(client, "/agents/field-index/blocks", "at MARS@1 (key od), 1 wait behind it: KeyError")
         answer = await confirmed(client, "retry-notifications", **BLOCKS, sequence="1")
         assert answer.status_code == 303
         await shown(client, "/audit", "retry-notifications", "MARS@1: failed again: KeyError")
@@ -194,7 +197,7 @@ async def test_a_worker_runs_a_timer_now(console: Served, app: App, running: Har
 
 
 async def test_a_run_that_nobody_takes_says_so(console: Served, app: App, running: Harness) -> None:
-    bucket = await consumer_records.bucket(console.admin)
+    bucket = await orders.bucket(console.admin, "field-index")
     async with console.client() as client:
         await shown(client, "/timers", "field-index/report")
         late = Run(asked=await bucket.time() - timedelta(seconds=70), by="anna")
@@ -214,6 +217,17 @@ async def test_the_configuration_is_applied_to_a_stream_that_differs(
         await shown(client, "/streams", without="Not as configured")
         await shown(client, "/audit", "anna apply-streams streams streams MARS,")
     assert (await console.admin.stream_info("MARS")).config.max_msgs_per_subject == 1
+
+
+async def test_a_sealed_stream_is_told(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 1)
+    admin = console.admin.administration()
+    config = (await admin.api("STREAM.INFO.MARS"))["config"]
+    await admin.api("STREAM.UPDATE.MARS", {**config, "sealed": True})
+    async with console.client() as client:
+        said = "sealed: it takes no publish any more"
+        await shown(client, "/streams", said, "a sealed stream takes no publish any more, and cannot be opened")
+        await shown(client, "/", said, "1 stream has trouble")
 
 
 async def test_an_action_that_cannot_be_recorded_is_not_done(console: Served, app: App, running: Harness) -> None:

@@ -87,7 +87,7 @@ async def test_a_record_without_a_document_says_so(console: Served, catalogue: A
     async with console.client() as client:
         await shown(client, PAGE, "No worker has recorded the AsyncAPI document of this app")
         assert "No worker has recorded" in await shown(client, f"{PAGE}?as=asyncapi", "Last deploys")
-        bucket = await consumer_records.bucket(console.admin)
+        bucket = await consumer_records.bucket(console.admin, "catalogue")
         why = msgspec.json.encode({asyncapi.LEFT_OUT: "it has 200,000 bytes"})
         await bucket.put(declarations.document_key("catalogue"), why)
         await shown(client, PAGE, "The AsyncAPI document of this app is not recorded: it has 200,000 bytes")
@@ -142,7 +142,7 @@ async def test_outputs_that_are_not_recorded_are_said_to_be_unknown(
             return text_of((await client.get("/notification?name=mars@1")).text)
 
         await shown(client, "/agents", "3 of 3 agents.")
-        bucket = await consumer_records.bucket(console.admin)
+        bucket = await consumer_records.bucket(console.admin, "field-index")
         with anyio.fail_after(PATIENCE_SECONDS):
             while "What the agents of field-index publish is not recorded." not in await read():
                 await bucket.put(declarations.document_key("field-index"), b"{}")  # a worker may write its own after it

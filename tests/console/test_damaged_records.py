@@ -9,7 +9,7 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.ops import timer_report
-from aviso_workers.state import consumer_records, declarations, timer_requests
+from aviso_workers.state import consumer_records, declarations, orders, timer_requests
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, publish, shown
 
@@ -44,7 +44,7 @@ async def test_an_asyncapi_document_that_cannot_be_read_is_said_to_be_none(
     await running.settle()
     async with console.client() as client:
         await shown(client, PAGE, "AsyncAPI document as a worker")
-        bucket = await consumer_records.bucket(console.admin)
+        bucket = await consumer_records.bucket(console.admin, "field-index")
         value = stored if isinstance(stored, bytes) else json.dumps(stored).encode()
         await bucket.put(declarations.document_key("field-index"), value)
         await shown(client, PAGE, "is not recorded: what is recorded cannot be read by this version")
@@ -57,7 +57,7 @@ async def test_what_a_newer_version_adds_to_a_document_is_left_alone(
     newer = {**WHOLE, "operations": {"index": {**OPERATION, "x-new": 1}}, "x-new": {}}
     async with console.client() as client:
         await shown(client, PAGE, "AsyncAPI document as a worker")
-        bucket = await consumer_records.bucket(console.admin)
+        bucket = await consumer_records.bucket(console.admin, "field-index")
         await bucket.put(declarations.document_key("field-index"), json.dumps(newer).encode())
         assert (await client.get(f"{PAGE}?as=asyncapi")).json() == newer
 
@@ -69,27 +69,31 @@ async def test_a_time_that_utc_does_not_have_is_shown_as_it_is(
     deploy = {"time": time, "version": "9", "fingerprint": "f", "changed": ["agent odd: added"]}
     async with console.client() as client:
         await shown(client, PAGE, "AsyncAPI document as a worker")
-        bucket = await consumer_records.bucket(console.admin)
+        bucket = await consumer_records.bucket(console.admin, "field-index")
         await bucket.put("field-index/deploys", json.dumps([deploy]).encode())
         await shown(client, PAGE, "agent odd: added", time)
 
 
-async def test_a_time_without_a_zone_makes_a_record_unreadable(console: Served, app: App, running: Harness) -> None:
+async def test_a_time_without_a_zone_makes_a_record_unreadable_and_that_is_told(
+    console: Served, app: App, running: Harness
+) -> None:
     async with console.client() as client:
         await shown(client, "/apps", "field-index")
-        bucket = await consumer_records.bucket(console.admin)
+        bucket = await consumer_records.bucket(console.admin, "field-index")
         entry = await bucket.get("field-index/declared")
         assert entry is not None
         declared = json.loads(entry.value)
-        await bucket.put("naive/declared", json.dumps({**declared, "time": "2026-11-20T00:00:00"}).encode())
-        await bucket.put("newer/declared", json.dumps({**declared, "x-new": 1}).encode())
-        page = await shown(client, "/apps", "newer")
-    assert "naive" not in page
+        changed = {"naive": {"time": "2026-11-20T00:00:00"}, "newer": {"x-new": 1}}
+        for name, value in ((name, declared | change) for name, change in changed.items()):
+            other = await consumer_records.bucket(console.admin, name)
+            await other.put(f"{name}/declared", json.dumps(value).encode())
+        why = "What app naive declares is left out, because its record cannot be read: "
+        await shown(client, "/apps", "newer", why)
 
 
 async def test_a_pause_until_the_end_of_time_has_no_next_ticks(console: Served, app: App, running: Harness) -> None:
     pause = {"since": "0001-01-01T00:00:00+14:00", "until": "9999-12-31T23:59:59-12:00", "by": "x"}
-    bucket = await consumer_records.bucket(console.admin)
+    bucket = await orders.bucket(console.admin, "field-index")
     await bucket.put(timer_requests.pause_key("field-index", "report"), json.dumps(pause).encode())
     (row,) = await timer_report.of_app(console.admin, "field-index", app.timers, ticks=2)
     assert row.next == ()

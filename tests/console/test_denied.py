@@ -14,6 +14,7 @@ from aviso_workers import App, Notification
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.config import Config, load
 from aviso_workers.server import NatsServer
+from aviso_workers.state import dead_letter_records
 from aviso_workers.testing import harness
 from tests.console.conftest import USERS, Served, confirmed, publish, served, shown, text_of, with_console
 from tests.contract.settings import app_config
@@ -24,9 +25,10 @@ pytestmark = pytest.mark.anyio
 AGENT, LETTERS, LETTER, TRAIL = (
     "/agents/field-index/blocks",
     "/dead-letters",
-    "/dead-letters/1",
+    "/dead-letters/field-index/1",
     "/notification?name=mars@1",
 )
+DEAD = "aviso_workers_dead_letters__field-index"
 SHOWN = {
     "/": "field-index/blocks",
     "/agents": "field-index/blocks",
@@ -35,7 +37,7 @@ SHOWN = {
     LETTER: "attempts_exhausted",
     TRAIL: "/data/3",
     "/timers": "field-index/report",
-    "/streams": "aviso_workers_retries",
+    "/streams": "aviso_workers_retries__field-index",
     "/spark": "Nothing is known of Spark",
     "/apps": "report (",
     "/apps/field-index": "Last deploys",
@@ -57,12 +59,13 @@ class Lack(Struct, frozen=True):
 
 
 OVERVIEW = ("/", "/agents", AGENT)
-OF_RECORDS = (*OVERVIEW, TRAIL, "/timers", "/apps", "/apps/field-index", "/doctor")
+OF_ORDERS = (*OVERVIEW, TRAIL, "/timers", "/apps", "/doctor")
+OF_RECORDS = (*OF_ORDERS, "/apps/field-index")
 RECORDS = ("/timers", "/apps", "/apps/field-index")
 LACKS = {
     "streams": [
         Lack("STREAM.LIST", (*OVERVIEW, "/streams", "/doctor"), ("/streams",)),
-        Lack("STREAM.NAMES", (*OVERVIEW, "/streams", "/doctor")),
+        Lack("STREAM.NAMES", (*OVERVIEW, LETTERS, "/streams", "/doctor"), (*RECORDS, LETTERS)),
         Lack("STREAM.INFO.MARS", OVERVIEW),
         Lack("STREAM.MSG.GET.MARS", (TRAIL,), (TRAIL,)),
         Lack("INFO", ("/doctor",)),
@@ -70,36 +73,48 @@ LACKS = {
     "consumers": [
         Lack("CONSUMER.LIST.*", (*OVERVIEW, "/streams", TRAIL, "/doctor")),
         Lack("CONSUMER.LIST.MARS", (*OVERVIEW, "/streams", TRAIL, "/doctor")),
-        Lack("CONSUMER.LIST.aviso_workers_retries", (*OVERVIEW, "/streams", "/doctor")),
+        Lack("CONSUMER.LIST.aviso_workers_retries__field-index", (*OVERVIEW, "/streams", "/doctor")),
         Lack("CONSUMER.NAMES.*", (*OVERVIEW, "/streams", "/doctor")),
         Lack("CONSUMER.DELETE.>", ()),
     ],
     "records": [
-        Lack("STREAM.INFO.KV_aviso_workers_consumers", OF_RECORDS, RECORDS),
-        Lack("CONSUMER.CREATE.KV_aviso_workers_consumers", OF_RECORDS, RECORDS),
-        Lack("CONSUMER.MSG.NEXT.KV_aviso_workers_consumers.*", OF_RECORDS, RECORDS),
-        Lack("STREAM.MSG.GET.KV_aviso_workers_consumers", (TRAIL, "/apps/field-index")),
+        Lack("STREAM.INFO.KV_field-index__state", OF_RECORDS, RECORDS),
+        Lack("CONSUMER.CREATE.KV_field-index__state", OF_RECORDS, RECORDS),
+        Lack("CONSUMER.MSG.NEXT.KV_field-index__state.*", OF_RECORDS, RECORDS),
+        Lack("STREAM.MSG.GET.KV_field-index__state", (TRAIL, "/apps/field-index")),
+    ],
+    "orders": [
+        Lack("STREAM.INFO.KV_field-index__orders", OF_ORDERS),
+        Lack("CONSUMER.CREATE.KV_field-index__orders", OF_ORDERS),
+        Lack("CONSUMER.MSG.NEXT.KV_field-index__orders.*", OF_ORDERS),
+        Lack("STREAM.MSG.GET.KV_field-index__orders", ()),  # the worker asks for it
     ],
     "workers": [
-        Lack("STREAM.INFO.KV_aviso_workers_processes", OVERVIEW),
-        Lack("CONSUMER.CREATE.KV_aviso_workers_processes", OVERVIEW),
-        Lack("CONSUMER.MSG.NEXT.KV_aviso_workers_processes.*", OVERVIEW),
+        Lack("STREAM.INFO.KV_field-index__live", OVERVIEW),
+        Lack("CONSUMER.CREATE.KV_field-index__live", OVERVIEW),
+        Lack("CONSUMER.MSG.NEXT.KV_field-index__live.*", OVERVIEW),
     ],
     "failures": [
-        Lack("STREAM.INFO.KV_field-index_failures", ("/doctor",)),
-        Lack("STREAM.MSG.GET.KV_field-index_failures", ()),  # only where a notification runs alone
+        Lack("STREAM.INFO.KV_field-index__failures", ("/doctor",)),
+        Lack("STREAM.MSG.GET.KV_field-index__failures", ()),  # only where a notification runs alone
     ],
     "dead letters": [
         Lack(
-            "STREAM.INFO.aviso_workers_dead_letters", (*OVERVIEW, LETTERS, LETTER, TRAIL, "/doctor"), (LETTERS, LETTER)
+            f"STREAM.INFO.{DEAD}",
+            (*OVERVIEW, LETTERS, LETTER, TRAIL, "/doctor"),
+            (LETTERS, LETTER),
         ),
-        Lack("CONSUMER.CREATE.aviso_workers_dead_letters", (*OVERVIEW, LETTERS, LETTER, TRAIL), (LETTERS, LETTER)),
-        Lack("CONSUMER.MSG.NEXT.aviso_workers_dead_letters.*", (LETTERS, LETTER, TRAIL), (LETTERS, LETTER)),
-        Lack("STREAM.MSG.GET.aviso_workers_dead_letters", ()),
+        Lack(
+            f"CONSUMER.CREATE.{DEAD}",
+            (*OVERVIEW, LETTERS, LETTER, TRAIL),
+            (LETTERS, LETTER),
+        ),
+        Lack(f"CONSUMER.MSG.NEXT.{DEAD}.*", (LETTERS, LETTER, TRAIL), (LETTERS, LETTER)),
+        Lack(f"STREAM.MSG.GET.{DEAD}", ()),
     ],
     "timers and actions": [
         *(
-            Lack(f"{what}.KV_field-index_{bucket}", ("/timers",))
+            Lack(f"{what}.KV_field-index__{bucket}", ("/timers",))
             for bucket, whats in {
                 "leases": ("STREAM.INFO", "STREAM.MSG.GET"),
                 "timers": ("STREAM.INFO", "CONSUMER.CREATE", "CONSUMER.MSG.NEXT"),
@@ -157,7 +172,7 @@ async def prepare(config: Config, app: App) -> None:
     """Have a dead letter, an agent that is blocked, and an action."""
     await publish(app, 3, 4)
     async with served(config) as console, console.client() as client:
-        await shown(client, "/", "2 agents need you")
+        await shown(client, "/", "1 agent needs you")
         await shown(client, LETTERS, "1 of 1 dead letters.")
         await confirmed(client, "pause-timer", app="field-index", timer="report")
 
@@ -219,18 +234,18 @@ async def test_each_subject_that_a_page_asks_for_is_denied_above(
     known = [re.escape(lack.subject).replace(r"\*", "[^.]+").replace(">", ".+") for lack in ALL]
     unknown = [each for each in asked if not any(re.fullmatch(rf"{one}(\.[^.]+)?", each) for one in known)]
     # Of the streams that nothing is special about, the same is asked as of those above.
-    others = re.compile(r"STREAM\.INFO\.(aviso_workers_schedule|aviso_workers_retries|AREA|PLAIN)")
+    others = re.compile(r"STREAM\.INFO\.(aviso_workers_schedule__[A-Z]+|aviso_workers_retries__field-index|AREA|PLAIN)")
     assert [each for each in unknown if not others.fullmatch(each)] == []
 
 
 @pytest.mark.parametrize(
     ("lack", "state"),
     [
-        (LACKS["streams"][0], "idle"),
+        (LACKS["streams"][0], "unknown"),
         (LACKS["consumers"][0], "unknown"),
         (LACKS["consumers"][2], "unknown"),
         (LACKS["records"][0], "unknown"),
-        (LACKS["workers"][0], "idle"),
+        (LACKS["workers"][0], "unknown"),
         (LACKS["dead letters"][0], "idle"),
     ],
 )
@@ -243,9 +258,10 @@ async def test_what_cannot_be_known_is_not_told_as_well(nats_server: NatsServer,
     async with harness(app, server=url_of(nats_server)) as t:
         await publish(app, 1)
         await t.settle()
+        await app.session.backend.create_stream(dead_letter_records.stream_spec(app.name, app.config))
         async with served(config_of(nats_server, lack)) as console, console.client() as client:
             now = await shown(client, "/", "othing is known of what $JS.API.")
-            agents = await shown(client, "/agents", f"field-index/index MARS {state} ")
+            agents = await shown(client, "/agents", f"field-index/index MARS {state}")
     assert "Nothing needs you" not in now
     assert ("1 agent needs you" in now) is (state == "unknown")
     assert "not known, since the server denies our user" in agents.lower()

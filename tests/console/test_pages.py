@@ -17,19 +17,22 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import App, Notification, Notify, RetryPolicy
-from aviso_workers.backends import Backend
+from aviso_workers.backends import Admin, Backend
 from aviso_workers.config import Config
-from aviso_workers.console import overview, serve, web
+from aviso_workers.console import serve, web
+from aviso_workers.console import shown as shown_values
 from aviso_workers.console.pages import PAGES
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.ops import agent_control, agent_report, timer_control
+from aviso_workers.ops import agent_control, timer_control
 from aviso_workers.server import NatsServer
 from aviso_workers.sessions import worker_recorder
 from aviso_workers.state import consumer_records, declarations, worker_records
+from aviso_workers.state.worker_records import AtWork, WorkerRecord
 from aviso_workers.testing import Harness, harness
 from aviso_workers.version import __version__
+from tests.agent_looks import looked
 from tests.console.conftest import READER, Served, confirmed, publish, served, shown, text_of
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS, stand_still
@@ -59,7 +62,10 @@ async def test_what_needs_somebody_comes_first_with_its_reason(console: Served, 
     await publish(app, 1, 2, 3, 4)
     async with console.client() as client:
         page = await shown(
-            client, "/", "2 agents need you", "blocked blocked at MARS@3 (key od), and 1 wait behind it: KeyError"
+            client,
+            "/",
+            "1 agent needs you, 1 agent is in trouble that may pass",
+            "at MARS@3 (key od), 1 wait behind it: Key",
         )
         everything = await shown(client, "/agents", "3 of 3 agents.")
     assert page.index("field-index/blocks") < page.index("field-index/fails"), "the worst is the first"
@@ -80,7 +86,7 @@ async def test_filters_and_order_stand_in_the_address(console: Served, app: App,
 async def test_an_agent_shows_its_policy_and_what_waits(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4, 5)
     async with console.client() as client:
-        page = await shown(client, "/agents/field-index/blocks", "blocked at MARS@1", "Skip …")
+        page = await shown(client, "/agents/field-index/blocks", "at MARS@1", "Skip …")
         unknown = await client.get("/agents/field-index/other")
     assert "order by class" in page
     assert "everything up to sequence 0 is settled" in page
@@ -107,7 +113,7 @@ async def test_a_payload_is_for_those_who_may_see_it(console: Served, app: App, 
     await publish(app, 3, payload={"secret": "of the payload"})
     async with console.client() as client, console.client(READER) as reader:
         await shown(client, "/dead-letters", "1 of 1 dead letters.")
-        for path in ("/dead-letters/1", "/notification?name=mars@1"):
+        for path in ("/dead-letters/field-index/1", "/notification?name=mars@1"):
             assert "of the payload" in text_of((await client.get(path)).text)
             hidden = text_of((await reader.get(path)).text)
             assert "of the payload" not in hidden
@@ -118,7 +124,7 @@ async def test_what_could_hide_or_reorder_text_is_spelled_out(console: Served, a
     await app.notify("mars", mars(step=3), b'{"path": "\\ud800 \\u202e"}')
     async with console.client() as client:
         await shown(client, "/dead-letters", "1 of 1 dead letters.")
-        for path in ("/dead-letters/1", "/notification?name=mars@1"):
+        for path in ("/dead-letters/field-index/1", "/notification?name=mars@1"):
             answer = await client.get(path)
             assert answer.status_code == 200
             assert "\u202e" not in answer.text
@@ -193,7 +199,7 @@ async def test_an_agent_that_has_finished_what_failed_is_nobodys_alarm(
     async with harness(app, server=nats_server.url) as t, console.client() as client:
         await publish(app, 1)
         await t.settle()
-        await shown(client, "/agents/stumbling/stumbles", "idle it failed last at", "and has finished what failed")
+        await shown(client, "/agents/stumbling/stumbles", "stumbling/stumbles MARS idle 0")
         await shown(client, "/", "Nothing needs you.")
 
 
@@ -208,7 +214,7 @@ async def test_what_has_failed_once_and_waits_is_among_what_is_tried_again(
 
     async with harness(app, server=nats_server.url), console.client() as client:
         await publish(app, 1, 2, 3)
-        await shown(client, "/agents", "1 of 1 agents.", "retrying since", " 3 0 anna,")
+        await shown(client, "/agents", "1 of 1 agents.", "3 are tried again", " 3 0 anna,")
 
 
 async def test_a_paused_agent_is_nobodys_alarm(console: Served, app: App, running: Harness) -> None:
@@ -263,11 +269,11 @@ async def test_ages_are_by_the_servers_clock(
 ) -> None:
     apart = timedelta(hours=1)
 
-    async def of_another_clock(backend: Backend) -> datetime:
+    async def of_another_clock(backend: Backend, app: str) -> datetime:
         return datetime.now(UTC) + apart
 
     monkeypatch.setattr(consumer_records, "time", of_another_clock)
-    bucket = await consumer_records.bucket(console.admin)
+    bucket = await consumer_records.bucket(console.admin, "field-index")
     await timer_control.pause(console.admin, "field-index", "report", until=await bucket.time() + 2 * apart)
     async with console.client() as client:
         page = await shown(client, "/agents/field-index/index", f"{socket.gethostname()}:{os.getpid()}", "1.0 h ago")
@@ -294,9 +300,9 @@ async def test_of_a_singleton_it_is_shown_which_worker_works(
 async def test_a_worker_that_has_not_recorded_itself_is_missed(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         await shown(client, "/agents/field-index/index", f"{socket.gethostname()}:{os.getpid()}")
-        await console.admin.purge_stream(f"KV_{worker_records.BUCKET}", subject=">")
+        await console.admin.purge_stream("KV_field-index__live", subject=">")
         await shown(client, "/agents/field-index/index", "None is recorded, although somebody asks")
-        await shown(client, "/agents?q=/index", "idle 0 0 – ")
+        await shown(client, "/agents?q=/index", "unknown it seems idle", "none of them has recorded itself")
 
 
 async def test_the_last_deploys_are_shown_with_what_changed(console: Served, app: App, running: Harness) -> None:
@@ -320,55 +326,28 @@ async def test_a_lost_consumer_needs_somebody(console: Served, app: App, nats_se
         await publish(app, 1)
     await console.admin.delete_consumer("MARS", "field-index__index")
     async with console.client() as client:
-        await shown(client, "/", "field-index/index MARS consumer missing its consumer is gone")
+        await shown(
+            client, "/", "a worker makes it again, after sequence 1; the last one of MARS is 1", "consumer gone"
+        )
 
 
-async def test_an_agent_without_a_worker_needs_somebody_although_nothing_waits(
-    console: Served, app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(overview, "UNASKED_SECONDS", 3.0)
+async def test_an_agent_without_a_worker_is_at_rest_while_nothing_waits(console: Served, app: App) -> None:
     async with app.running():
         await publish(app, 1)
         async with console.client() as client:
             await shown(client, "/agents", "index MARS idle")
     async with console.client() as client:
-        await shown(client, "/agents", "index MARS no worker nobody has asked for its notifications for")
-        await shown(client, "/", "3 agents need you")
+        await shown(client, "/agents", "at rest", "no worker runs, and nothing waits")
 
 
-async def test_dead_letters_that_were_handed_back_wait_for_a_worker(
-    console: Served, app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(overview, "UNASKED_SECONDS", 3.0)
+async def test_dead_letters_that_were_handed_back_wait_for_a_worker(console: Served, app: App) -> None:
     async with app.running():
         await publish(app, 3)
         async with console.client() as client:
             await shown(client, "/dead-letters", "1 of 1 dead letters.")
     async with console.client() as client:
         await confirmed(client, "retry-dead-letters")
-        await shown(client, "/", "field-index/fails MARS no worker 1 wait, and nobody has asked")
-
-
-@pytest.mark.slow
-async def test_what_a_worker_held_that_has_ended_needs_somebody(
-    app: App, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(overview, "UNASKED_SECONDS", 3.0)
-    held, forever = anyio.Event(), anyio.Event()
-
-    @app.agent("mars")
-    async def holds(notification: Notification[Any]) -> None:
-        held.set()
-        await forever.wait()
-
-    with anyio.move_on_after(PATIENCE_SECONDS) as worker:
-        async with app.running():
-            await publish(app, 1)
-            await held.wait()
-            worker.cancel()  # as one that is killed: it settles nothing
-            await anyio.sleep_forever()
-    async with served(config) as console, console.client() as client:
-        await shown(client, "/", "field-index/holds MARS no worker 1 wait, and nobody has asked")
+        await shown(client, "/", "field-index/fails MARS no worker", "1 wait, and no worker runs")
 
 
 async def test_the_first_look_says_what_is_wrong(app: App, config: Config) -> None:
@@ -378,21 +357,19 @@ async def test_the_first_look_says_what_is_wrong(app: App, config: Config) -> No
         await publish(app, 1, 2)
     async with served(config) as console, console.client() as client:
         page = text_of((await client.get("/")).text)
-    assert "2 pending, and no worker pulls them" in page
+    assert "2 wait, and no worker runs" in page
     assert "Nothing needs you." not in page
 
 
-async def test_an_agent_that_has_never_started_needs_somebody(
-    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(overview, "UNASKED_SECONDS", 0.5)
+async def test_an_agent_that_has_never_started_is_listed(console: Served, app: App, running: Harness) -> None:
     declared = (await declarations.stored(console.admin))["field-index"]
     refused = structs.replace(declared, agents={**declared.agents, "refused": "mars"})
-    bucket = await consumer_records.bucket(console.admin)
+    bucket = await consumer_records.bucket(console.admin, "field-index")
     await bucket.put(f"field-index/{declarations.END}", msgspec.json.encode(refused))
     async with console.client() as client:
-        why = "field-index/refused MARS never started no worker has ever created its consumer"
-        await shown(client, "/", "1 agent needs you", why)
+        await shown(
+            client, "/agents", "field-index/refused MARS never started", "no worker has ever created its consumer"
+        )
 
 
 async def test_live_pages_end_with_the_console(config: Config) -> None:
@@ -409,7 +386,7 @@ async def test_live_pages_end_with_the_console(config: Config) -> None:
 
 @pytest.mark.parametrize(
     ("made_again", "why"),
-    [(False, "its stream is gone, which it had settled up to"), (True, "its stream was recreated")],
+    [(False, "its stream MARS is gone; it was settled up to"), (True, "its stream was made again")],
 )
 async def test_an_agent_whose_stream_is_gone_needs_somebody(
     console: Served, app: App, made_again: bool, why: str
@@ -423,7 +400,7 @@ async def test_an_agent_whose_stream_is_gone_needs_somebody(
         if made_again:
             await publish(app, 2)
     async with console.client() as client:
-        page = await shown(client, "/", "3 agents need you", f"field-index/index MARS no consumer {why}")
+        page = await shown(client, "/", " gone", why)
     assert "Nothing needs you." not in page
 
 
@@ -465,7 +442,7 @@ async def test_a_request_whose_head_does_not_come_is_given_up(config: Config, mo
 @pytest.mark.parametrize("sequence", ["99999999999999999999", "9" * 5000, "-1", "x", "\u0661"])
 async def test_what_is_no_sequence_is_not_found(console: Served, sequence: str) -> None:
     async with console.client() as client:
-        assert (await client.get(f"/dead-letters/{sequence}")).status_code == 404
+        assert (await client.get(f"/dead-letters/field-index/{sequence}")).status_code == 404
         stop = await client.post("/actions/stop-job", data={"number": sequence})
     assert stop.status_code == 404
 
@@ -532,11 +509,13 @@ async def test_an_agent_whose_stream_no_server_answers_for_is_unknown(
         monkeypatch.setattr(console.admin, "streams", others)
         monkeypatch.setattr(console.admin, "stream_info", info_of_others)
         monkeypatch.setattr(console.admin, "consumers", unanswered)
-        page = await shown(client, "/", "3 agents need you, 1 stream or consumer is away", "unknown no server answers")
+        page = await shown(
+            client, "/", "3 agents need you, 1 stream or consumer is away", "unknown not known, since no server answers"
+        )
         assert "does not answer" not in page
         await shown(client, "/agents", "3 of 3 agents.", "field-index/index MARS unknown")
-    report = await agent_report.of_deployment(console.admin, console.config)
-    assert [each.agent for each in report if each.unanswered] == ["blocks", "fails", "index"], "nobody said it before"
+    report = await looked(console.admin, console.config)
+    assert [each.facts.agent for each in report if each.judgement.state == "unknown"] == ["blocks", "fails", "index"]
 
 
 async def test_a_console_of_a_server_that_is_away_says_so(console: Served, nats_server: NatsServer) -> None:
@@ -565,8 +544,64 @@ async def test_a_live_page_is_rendered_again_when_something_changes(
                     if "blocked" not in seen and "</table>" in seen:
                         await publish(app, 3)
                         seen = ""
-                    if "blocked at" in seen:
+                    if "blocked" in seen and "</table>" in seen:
                         break
+
+
+async def test_of_each_app_the_first_rows_are_shown_and_the_others_are_counted(
+    console: Served, app: App, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def breaks(notification: Notification[Any]) -> None:
+        raise OSError("no disk")
+
+    monkeypatch.setattr(shown_values, "MOST_ROWS", 1)
+    spec = ConsumerSpec(durable_name="other__agent", filter_subjects=(), ack_wait=30_000_000_000, max_ack_pending=1000)
+    async with harness(app, server=nats_server.url, workers=2), console.client() as client:
+        await console.admin.ensure_consumer("MARS", spec)
+        await publish(app, 3)
+        page = await shown(
+            client, "/agents", "And 3 more of field-index: aviso-workers agents ls field-index lists all."
+        )
+        assert "other/agent" in page
+        await shown(
+            client,
+            "/dead-letters",
+            "And 1 more of field-index: aviso-workers dead-letters ls --each --app field-index lists all.",
+        )
+        await shown(client, "/apps/field-index", "And 1 more: nats kv ls field-index__live lists all.")
+
+
+async def test_a_snapshot_looks_at_each_worker_once_however_many_agents_there_are(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = looks = 0
+
+    class Handled(dict[str, AtWork]):
+        def items(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().items()
+
+        def get(self, *agent: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().get(*agent)
+
+    stored = worker_records.stored
+
+    async def counted(admin: Admin) -> dict[str, list[WorkerRecord]]:
+        nonlocal snapshots
+        snapshots += 1
+        found = await stored(admin)
+        return {of: [structs.replace(each, agents=Handled(each.agents)) for each in found[of]] for of in found}
+
+    monkeypatch.setattr(worker_records, "stored", counted)
+    async with console.client() as client:
+        await shown(
+            client, "/agents?q=index", f"{len(app.agents)} of {len(app.agents)} agents.", "index MARS idle 0 0 of "
+        )
+    assert 0 < looks <= 2 * snapshots, "at each snapshot, and once more as the one before"
 
 
 async def test_a_thousand_agents_are_all_shown(console: Served, app: App, running: Harness) -> None:

@@ -7,11 +7,13 @@ from datetime import UTC, datetime, timedelta
 import anyio
 import msgspec
 import pytest
+from msgspec import structs
 
 from aviso_workers import App, Tick
 from aviso_workers.errors import DeclarationError
+from aviso_workers.features.timers import Control
 from aviso_workers.ops import timer_control
-from aviso_workers.state import consumer_records, timer_requests
+from aviso_workers.state import orders, timer_requests
 from aviso_workers.state.timer_requests import Run
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config
@@ -78,7 +80,7 @@ async def test_what_nobody_has_taken_in_time_is_void() -> None:
         ran.append(tick)
 
     async with harness(app, start=datetime(2026, 11, 26, 12, 5, tzinfo=UTC)) as t:
-        bucket = await consumer_records.bucket(t.app.session.admin)
+        bucket = await orders.bucket(t.app.session.admin, "contract")
         late = Run(asked=await bucket.time() - timedelta(seconds=61), by="anna")
         await bucket.put(timer_requests.runs_key("contract"), msgspec.json.encode({"report": late, "unknown": late}))
         await t.advance(30)
@@ -87,6 +89,38 @@ async def test_what_nobody_has_taken_in_time_is_void() -> None:
         await timer_control.ask(t.app.session.admin, "contract", "report")
         await outcome(t, "report")
         assert len(ran) == 1
+
+
+async def test_of_two_that_know_of_a_run_one_takes_it(kind: str, nats_url: str) -> None:
+    app = App("contract", config=app_config(kind, nats_url))
+
+    @app.every("1h")
+    async def report() -> None: ...
+
+    async with harness(app, server=nats_url if kind == "jetstream" else None, workers=0) as t:
+        backend, stop = t.app.session.admin, anyio.Event()
+        controls = [Control(backend, "contract", timers={"report"}) for _ in range(5)]
+        taken: list[Run | None] = []
+
+        async def take(control: Control) -> None:
+            taken.append(await control.take("report"))
+
+        asked = await timer_control.ask(backend, "contract", "report", by="anna")
+        async with anyio.create_task_group() as looking:
+            for control in controls:
+                looking.start_soon(control.keep_looking, stop)
+                await control.news.wait()
+            stop.set()
+        async with anyio.create_task_group() as taking:
+            for control in controls:
+                taking.start_soon(take, control)
+        [one] = filter(None, taken)
+        assert (one.asked, one.by) == (asked.asked, "anna")
+        assert await timer_control.asked(backend, "contract", "report") == one
+        newer = await timer_control.ask(backend, "contract", "report", by="rolf")
+        assert await controls[0].record("report", structs.replace(newer, worker="there"))
+        ended = structs.replace(one, seconds=1.0)
+        assert not await controls[0].record("report", ended, taken=one), "a later one has been taken since"
 
 
 async def test_two_do_not_ask_at_the_same_time() -> None:

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from aviso_workers import Agent, App, Batch, Batching, Notification, Retry, RetryPolicy, Stream
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.engine import attempts
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import failure_counts
 from aviso_workers.testing import Harness, harness
@@ -107,7 +107,7 @@ async def test_a_dead_letter_that_is_tried_again_begins_with_the_first_attempt(
     async with harness(app, server=url) as t:
         await t.notify("mars", mars(), {})
         await t.settle()
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         await stored.retry(*[dead_letter async for dead_letter in stored.select(Selection())])
         await t.settle()
         assert seen == [(1, 1), (2, 2), (3, 3), (1, 1), (2, 2)]
@@ -148,7 +148,7 @@ async def test_attempts_are_counted_however_long_a_notification_waits_between_th
         with anyio.fail_after(PATIENCE_SECONDS):
             while not t.settled(index):
                 await t.advance(0.01)
-        bucket = await app.session.admin.stream_info("KV_contract_failures")
+        bucket = await app.session.admin.stream_info("KV_contract__failures")
         assert bucket.config.max_age / SECOND >= 200
         if url is not None:
             return  # its time is real

@@ -19,12 +19,15 @@ from aviso_workers.config.settings import DeadLetters
 from aviso_workers.engine import acknowledging
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.ops import agent_control, agent_inventory
-from aviso_workers.ops.dead_letters import DeadLetter, Selection, StoredDeadLetters
-from aviso_workers.state.own_streams import DEAD_LETTERS
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.state import own_streams
+from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.presence import present
 from tests.waits import PATIENCE_SECONDS
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "contract")
 
 pytestmark = pytest.mark.anyio
 
@@ -52,7 +55,7 @@ def testing(app: App, nats_url: str) -> Testing:
     @asynccontextmanager
     async def testing() -> AsyncIterator[tuple[Harness, StoredDeadLetters]]:
         async with harness(app, server=nats_url or None) as t:
-            yield t, StoredDeadLetters(app.session.admin, app.config, events=app.events)
+            yield t, StoredDeadLetters(app.session.admin, events=app.events)
 
     return testing
 
@@ -449,6 +452,9 @@ async def test_a_letter_of_an_agent_that_nobody_runs_stays(app: App, testing: Te
         with pytest.raises(RefusedError, match="agent renamed of app contract has no consumer for retries"):
             await stored.retry(stranger)
         assert await all_of(stored) == [dead_letter]
+        with pytest.raises(RefusedError, match="agent renamed of app contract has no consumer for retries"):
+            await stored.retry(stranger, dead_letter)
+        assert dead_letter not in await all_of(stored), "the one of the other agent is handed back all the same"
 
 
 async def test_when_the_dead_letters_are_full_what_fails_waits_and_says_so(
@@ -465,7 +471,7 @@ async def test_when_the_dead_letters_are_full_what_fails_waits_and_says_so(
     async with testing() as (t, stored):
         for step in (0, 6):
             await t.notify("mars", mars(step=step), {"fills": "x" * 300})
-        with pytest.raises(AssertionError, match="stream aviso_workers_dead_letters is full: retry or drop"):
+        with pytest.raises(AssertionError, match="stream aviso_workers_dead_letters__contract is full: retry or drop"):
             await t.settle(within_seconds=1.0)
         (dead_letter,) = await all_of(stored)
         waiting = t.settled("failing")[-1]

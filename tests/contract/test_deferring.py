@@ -12,19 +12,19 @@ from msgspec import structs
 from nats.aio.client import Client, ServerVersion
 
 from aviso_workers import App, Notification, Notify, RetryPolicy
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Message, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UnavailableError, UnknownEventTypeError
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.state import delayed_messages
-from aviso_workers.state.own_streams import DELAYED
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
+DELAYED = delayed_messages.stream_of("PLAIN")
 NOT_YET_SECONDS = 4
 """A delay that is not over before a test has looked, also on a busy machine; on a server it is waited for."""
 LATER_SECONDS = 3600
@@ -288,7 +288,7 @@ async def test_one_that_may_not_be_removed_is_stored_once(
 async def test_what_somebody_else_has_put_there_is_not_obeyed(app: App, t: Harness, subject: str, stream: str) -> None:
     await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
     headers = {"Aviso-Subject": subject, "Aviso-Stream": stream, "Aviso-Message-Id": "1", "Aviso-Event-Type": "plain"}
-    foreign = Message(subject=f"{delayed_messages.DUE}.PLAIN", data=b"", headers=headers if stream else {})
+    foreign = Message(subject=delayed_messages.due_subject("PLAIN"), data=b"", headers=headers if stream else {})
     await app.session.backend.publish(foreign, message_id="1", stream=DELAYED, timeout_seconds=PATIENCE_SECONDS)
     await until_delivered(t, "1")
 

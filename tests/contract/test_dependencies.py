@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -10,11 +11,12 @@ import pytest
 from aviso_workers import App, Notification, Notify, RetryPolicy
 from aviso_workers.engine.outages import UNANSWERED_SECONDS
 from aviso_workers.errors import DeclarationError
-from aviso_workers.events import OutageBegan, OutageEnded
-from aviso_workers.ops import agent_inventory
-from aviso_workers.state.failure_records import WRITE_SECONDS
+from aviso_workers.events import DeadLettersRefused, DeadLettersStored, OutageBegan, OutageEnded
+from aviso_workers.state import worker_records
 from aviso_workers.testing import Harness, harness
+from tests.agent_looks import looked
 from tests.contract.settings import mars
+from tests.presence import present
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
@@ -107,6 +109,34 @@ async def test_an_outage_of_an_agent_with_few_notifications_is_told(app: App, ur
         assert [type(each) for each in told] == [OutageBegan, OutageEnded]
 
 
+async def told(
+    read: Callable[[], Awaitable[object]], expected: object, wait: Callable[[float], Awaitable[None]]
+) -> None:
+    """Wait until workers have recorded this: they look every 2 seconds."""
+    with anyio.fail_after(PATIENCE_SECONDS):
+        while await read() != expected:
+            await wait(0.5)
+
+
+async def test_workers_tell_operators_at_once_what_hinders_them(app: App) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    async def said() -> list[tuple[str, str]] | None:
+        workers = (await worker_records.stored(app.session.admin)).get("contract")
+        return [(each.agent, each.text) for each in present(workers[0].hindrances)] if workers else None
+
+    async with app.running():
+        await told(said, [], anyio.sleep)
+        app.events.emit(DeadLettersRefused(agent="index", error=OSError("full"), again_in_seconds=1.0))
+        await told(said, [("index", "dead letters cannot be stored: full")], anyio.sleep)
+        (found,) = [each.judgement for each in await looked(app.session.admin, app.config)]
+        assert found.state == "hindered"
+        assert found.why.endswith("dead letters cannot be stored: full")
+        app.events.emit(DeadLettersStored(agent="index"))
+        await told(said, [], anyio.sleep)
+
+
 async def test_workers_tell_operators_of_it(app: App, url: str | None) -> None:
     catalogue = app.dependency("catalogue")
 
@@ -117,15 +147,12 @@ async def test_workers_tell_operators_of_it(app: App, url: str | None) -> None:
     async def check(notification: Notification[Any]) -> None: ...
 
     async def away() -> dict[str, str]:
-        recorded = await agent_inventory.recorded(app.session.admin)
-        failures = {name: each for (_, kind, name), each in recorded.failures.items() if kind == "agents"}
-        return {name: each.away for name, each in failures.items() if each.is_away(recorded.time)}
+        workers = (await worker_records.stored(app.session.admin))["contract"]
+        return {name: each.away for worker in workers for name, each in worker.agents.items() if each.away}
 
     async with harness(app, server=url) as t:
         await t.advance(1.0)
         catalogue.trip("maintenance", after="1h")
-        await t.advance(WRITE_SECONDS + 1.0)
-        assert await away() == dict.fromkeys(["check", "index"], "Unavailable: maintenance")
+        await told(away, dict.fromkeys(["check", "index"], "Unavailable: maintenance"), t.advance)
         catalogue.reset()
-        await t.advance(WRITE_SECONDS + 1.0)
-        assert await away() == {}
+        await told(away, {}, t.advance)

@@ -14,11 +14,15 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.backends.jetstream import JetStreamBackend
 from aviso_workers.errors import OutcomeUnknownError
 from aviso_workers.ops import mirrors
-from aviso_workers.state.own_streams import COUNTERS, DELAYED
+from aviso_workers.state import delayed_messages, own_streams
 from aviso_workers.testing import harness
 from tests.contract.settings import app_config, mars
 
+COUNTERS = own_streams.of_app(own_streams.COUNTERS, "contract")
+
 pytestmark = pytest.mark.anyio
+
+DELAYED = delayed_messages.stream_of("PLAIN")
 
 LoseTheAnswer = Callable[[App, str], None]
 COUNT = 12
@@ -91,9 +95,9 @@ def lose_the_answer(monkeypatch: pytest.MonkeyPatch) -> LoseTheAnswer:
         ("PLAIN", COUNT, lambda app, *_: app.session.publisher.store_answered("plain", chunk())),
         (DELAYED, 1, lambda app, *_: app.session.publisher.notify(plain(1, deliver_after=3600))),
         (COUNTERS, 1, lambda app, seen, hits: hits.add("od")),
-        ("KV_contract__seen", 1, lambda app, seen, hits: seen.put("od", 1)),
-        ("KV_contract__seen", 1, lambda app, seen, hits: seen.update("od", lambda _: 1)),
-        ("KV_contract__seen", 1, lambda app, seen, hits: seen.delete("od")),
+        ("KV_contract__table__seen", 1, lambda app, seen, hits: seen.put("od", 1)),
+        ("KV_contract__table__seen", 1, lambda app, seen, hits: seen.update("od", lambda _: 1)),
+        ("KV_contract__table__seen", 1, lambda app, seen, hits: seen.delete("od")),
     ],
     ids=[
         *("notify", "notify_many", "notify_together", "store_chunk", "store_answered", "delayed", "counter"),

@@ -19,11 +19,12 @@ from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.errors import DeniedError, RefusedError
 from aviso_workers.events import AgentDisturbed, ConsumerEdited, ConsumerResumed, NotReadAgain, ReadAgain
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.state import delayed_messages
-from aviso_workers.state.own_streams import DELAYED, RETRIES
+from aviso_workers.state import delayed_messages, own_streams
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
+
+RETRIES = own_streams.of_app(own_streams.RETRIES, "contract")
 
 pytestmark = pytest.mark.anyio
 
@@ -279,7 +280,7 @@ async def test_a_dead_letter_is_tried_again_with_its_body(worker: Harness, calls
 async def test_a_delayed_notification_is_delivered_with_its_body(worker: Harness, calls: Handled) -> None:
     backend = worker.app.session.backend
     await worker.app.notify("mars", mars(step=0), {"n": 0}, deliver_after=1)
-    await edit(backend, DELAYED, delayed_messages.DURABLE, headers_only=True)
+    await edit(backend, delayed_messages.stream_of("MARS"), delayed_messages.DURABLE, headers_only=True)
     with anyio.fail_after(PATIENCE_SECONDS):
         while not calls:
             await worker.advance(0.5)

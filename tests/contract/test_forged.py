@@ -20,13 +20,14 @@ from aviso_workers.errors import UndecodableError
 from aviso_workers.events import Settled, Skipped, Ticked, Unreadable
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
-from aviso_workers.state import consumer_records, dead_letter_records, delayed_messages, window_records
-from aviso_workers.state.failure_counts import BUCKET_SUFFIX
-from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
+from aviso_workers.state import consumer_records, dead_letter_records, delayed_messages, own_streams, window_records
 from aviso_workers.testing import Harness, harness
 from tests import forgeries
 from tests.contract.settings import mars
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, flushed
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "contract")
+RETRIES = own_streams.of_app(own_streams.RETRIES, "contract")
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +38,7 @@ PROMPT = RetryPolicy(first=0.05, factor=1, attempts=3, jitter=0)
 
 @pytest.fixture
 def forge(nats_url: str) -> Forge:
-    """`await forge(app, "$KV.app_failures.x")`: a publish to a stream of one's own, with this as its reply subject."""
+    """`await forge(app, "$KV.app__failures.x")`: a publish to a stream of one's own, with this as its reply subject."""
 
     async def forge(app: App, subject: str) -> None:
         backend = app.session.admin
@@ -47,7 +48,7 @@ def forge(nats_url: str) -> Forge:
             await backend.create_stream(StreamSpec(name="ATTACKER", subjects=("attacker.>",)))
             attacker = await nats.connect(nats_url)
             await attacker.publish(ACKNOWLEDGED, b"{}", reply=subject)
-            await attacker.flush()
+            await flushed(attacker)
             await attacker.close()
         else:
             forgeries.store(backend, stream, subject)
@@ -99,12 +100,12 @@ async def test_a_worker_goes_on_whatever_is_in_the_place_of_its_state(app: App, 
 
     ticked: list[Ticked] = []
     app.events.listen(ticked.append, Ticked)
-    forged, leading = 0, {"KV_contract_timers", "KV_contract_leases"}
+    forged, leading = 0, {"KV_contract__timers", "KV_contract__leases"}
     async with told(app) as unreadable, harness(app, server=url) as t:
         await t.notify("mars", mars(step="1"), {})
         await t.settle()
         await t.advance(2)
-        for bucket in (consumer_records.BUCKET, f"contract{BUCKET_SUFFIX}", "contract_timers", "contract_leases"):
+        for bucket in ("contract__state", "contract__failures", "contract__timers", "contract__leases"):
             for key in await keys_of(app, bucket):
                 await forge(app, f"$KV.{bucket}.{key}")
                 forged += 1
@@ -130,23 +131,23 @@ async def test_a_worker_that_starts_replaces_what_was_forged(app: App, url: str 
     async with told(app) as unreadable, harness(app, server=url) as t:
         await t.notify("mars", mars(step="1"), {})
         await t.settle()
-        before = await keys_of(app, consumer_records.BUCKET)
+        before = await keys_of(app, "contract__state")
         for key in before:
-            await forge(app, f"$KV.{consumer_records.BUCKET}.{key}")
+            await forge(app, f"$KV.contract__state.{key}")
         await t.stop()
         await t.start()
         await t.settle()
-        bucket = await consumer_records.bucket(app.session.backend)
+        bucket = await consumer_records.bucket(app.session.backend, "contract")
         with anyio.fail_after(PATIENCE_SECONDS):
             while set(before) - set(await bucket.keys()):
                 await t.advance(1)
         assert len(unreadable) >= len(before)
-        assert ("contract", "index", "MARS") in await consumer_records.stored(app.session.backend)
+        assert ("contract", "index", "MARS") in await consumer_records.stored(app.session.admin)
 
 
 async def test_a_failure_count_that_was_forged_counts_as_none(app: App, url: str | None, forge: Forge) -> None:
     attempts: list[int] = []
-    bucket = f"contract{BUCKET_SUFFIX}"
+    bucket = "contract__failures"
 
     @app.agent("mars", retry=RetryPolicy(first=2, factor=1, attempts=3, jitter=0))
     async def index(notification: Notification[Any]) -> None:
@@ -191,7 +192,7 @@ async def test_a_dead_letter_that_was_forged_is_told_and_not_retried(app: App, t
     await forge(app, f"{dead_letter_records.SUBJECT}.contract.index")
     skipped: list[Skipped] = []
     app.events.listen(skipped.append, Skipped)
-    stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+    stored = StoredDeadLetters(app.session.admin, events=app.events)
     found = [letter.sequence async for letter in stored.select(Selection())]
     assert found == [1]
     assert [event.sequence for event in skipped] == [2]
@@ -204,16 +205,17 @@ async def test_a_dead_letter_of_another_app_that_says_it_is_of_this_one_is_not_h
 ) -> None:
     await t.notify("mars", mars(step="1"), "reject")
     await t.settle()
-    backend = app.session.admin
+    backend, others = app.session.admin, dead_letter_records.stream_spec("evil", app.config)
     letter = await backend.message(DEAD_LETTERS, 1)
     assert letter is not None
+    await backend.create_stream(others)
     forged = structs.replace(letter, subject=f"{dead_letter_records.SUBJECT}.evil.x", data=b"7")
-    await backend.publish(forged, message_id="forged", stream=DEAD_LETTERS, timeout_seconds=PATIENCE_SECONDS)
+    await backend.publish(forged, message_id="forged", stream=others.name, timeout_seconds=PATIENCE_SECONDS)
     skipped: list[Skipped] = []
     app.events.listen(skipped.append, Skipped)
-    stored = StoredDeadLetters(backend, app.config, events=app.events)
-    found = [letter async for letter in stored.select(Selection(app="contract"))]
-    assert [letter.sequence for letter in found] == [1]
+    stored = StoredDeadLetters(backend, events=app.events)
+    found = [letter async for letter in stored.select(Selection())]
+    assert [letter.id for letter in found] == [("contract", 1)]
     assert "say that it is of agent contract/index, its subject is aviso_workers.dead_letters.evil.x" in str(
         skipped[0].error
     )
@@ -224,8 +226,10 @@ async def test_a_dead_letter_of_another_app_that_says_it_is_of_this_one_is_not_h
     assert handled == [1]
 
 
-async def test_a_dead_letter_is_stored_although_another_app_has_taken_its_message_id(app: App, url: str | None) -> None:
-    """The id is made of what others can know: an app that reads the same stream stores something under it before."""
+async def test_a_dead_letter_is_stored_although_another_message_has_taken_its_message_id(
+    app: App, url: str | None
+) -> None:
+    """The id is made of what others can know: what they publish can be stored under it before, by a server's answer."""
     may_fail = anyio.Event()
 
     @app.agent("mars")
@@ -236,22 +240,22 @@ async def test_a_dead_letter_is_stored_although_another_app_has_taken_its_messag
     async with harness(app, server=url) as t:
         receipt = await t.notify("mars", mars(step="1"), {})
         backend = app.session.admin
-        await backend.create_stream(dead_letter_records.stream_spec(app.config))
+        await backend.create_stream(dead_letter_records.stream_spec("contract", app.config))
         original = await backend.message(receipt.stream, receipt.sequence)
         assert original is not None
         guessed = f"contract.index.{receipt.stream}.{receipt.sequence}.{original.timestamp_ns}."
-        squat = Message(subject=f"{dead_letter_records.SUBJECT}.evil.x", data=b"", headers={"A": "b"})
+        squat = Message(subject=f"{dead_letter_records.SUBJECT}.contract.x", data=b"", headers={"A": "b"})
         await backend.publish(squat, message_id=guessed, stream=DEAD_LETTERS, timeout_seconds=PATIENCE_SECONDS)
         may_fail.set()
         await t.settle()
-        stored = StoredDeadLetters(backend, app.config, events=app.events)
+        stored = StoredDeadLetters(backend, events=app.events)
         found = [(letter.agent, letter.original.sequence) async for letter in stored.select(Selection(app="contract"))]
     assert found == [("index", receipt.sequence)]
 
 
 async def test_the_dead_letter_of_a_window_that_names_another_key_is_put_back_nowhere(app: App) -> None:
     kept = window_records.KeptWindow(start=0, end=60, value=1, values="")
-    message = Message(subject="$KV.contract_leases.windows", data=msgspec.json.encode(kept))
+    message = Message(subject="$KV.contract__leases.windows", data=msgspec.json.encode(kept))
     async with harness(app):
         with pytest.raises(UndecodableError, match="is no key of the agent's windows"):
             await window_records.put_back(app.session.admin, message, app="contract", agent="count")
@@ -261,24 +265,24 @@ async def test_the_dead_letter_of_a_window_that_names_another_key_is_put_back_no
 async def test_a_due_notification_that_was_forged_is_published_nowhere(app: App, t: Harness, forge: Forge) -> None:
     async with told(app) as unreadable:
         await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
-        await forge(app, f"{delayed_messages.DUE}.PLAIN")
+        await forge(app, delayed_messages.due_subject("PLAIN"))
         with anyio.move_on_after(PATIENCE_SECONDS):
             while not (t.published and unreadable):
                 await t.advance(0.1)
         await t.settle()
         assert [one.event_type for one in t.published] == ["plain"]
-        assert [event.stream for event in unreadable] == [DELAYED]
+        assert [event.stream for event in unreadable] == [delayed_messages.stream_of("PLAIN")]
 
 
 @pytest.mark.parametrize("cached", [False, True])
 async def test_a_value_of_a_table_that_was_forged_is_refused(app: App, forge: Forge, cached: bool) -> None:
     places = app.table("places", dict, cached=cached)
-    refusal = r"bucket contract__places, key step: it has no headers and is the answer of a server"
+    refusal = r"bucket contract__table__places, key step: it has no headers and is the answer of a server"
     async with told(app) as unreadable, app:
         await places.put("step", {"at": 1})
         await places.put("other", {"stream": "MARS", "seq": 12})
         assert await places.get("step") == {"at": 1}
-        await forge(app, "$KV.contract__places.step")
+        await forge(app, "$KV.contract__table__places.step")
         await refused(lambda: places.get("step"), refusal)
         await refused(lambda: places.update("step", lambda at: at), refusal)
         with pytest.raises(UndecodableError, match=refusal):
@@ -289,7 +293,7 @@ async def test_a_value_of_a_table_that_was_forged_is_refused(app: App, forge: Fo
             "other": {"stream": "MARS", "seq": 12},
             "step": {"at": 2},
         }
-    assert [event.stream for event in unreadable] == ["KV_contract__places"]
+    assert [event.stream for event in unreadable] == ["KV_contract__table__places"]
 
 
 async def refused(deed: Callable[[], Awaitable[Any]], refusal: str) -> None:
@@ -397,6 +401,6 @@ async def test_a_counter_takes_no_answer(app: App, nats_url: str) -> None:
         await app.session.backend.create_stream(StreamSpec(name="ATTACKER", subjects=("attacker.>",)))
         attacker = await nats.connect(nats_url)
         await attacker.publish(ACKNOWLEDGED, b"{}", reply="aviso_workers.counters.contract.done.all")
-        await attacker.flush()
+        await flushed(attacker)
         await attacker.close()
         assert await counter.add("all", 1) == 3

@@ -60,7 +60,7 @@ async def test_each_try_and_the_dead_letter_that_is_tried_again_have_them(app: A
             raise Reject("keep it")
 
     async with harness(app, server=url) as t:
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         await app.notify("plain", IDENTIFIER, headers=HEADERS)
         await t.settle()
         [dead_letter] = [each async for each in stored.select(Selection())]

@@ -273,5 +273,5 @@ async def test_what_ends_its_worker_is_told_to_operators_meanwhile(app: App, url
                     handlers.killed = anyio.Event()
                     await t.crash()
                 await t.advance(0.01)
-                seen = await agent_inventory.run_alone(app.session.admin, ["KV_contract_failures", "MARS"])
+                seen = await agent_inventory.run_alone(app.session.admin, ["KV_contract__failures", "MARS"])
         assert seen == [agent_inventory.RunAlone(app="contract", agent="index", stream="MARS", sequence=1)]

@@ -406,7 +406,7 @@ async def test_without_the_bucket_nothing_begins_but_what_was_leased(
 
     async def put_or_refuse(self: RetryingKeyValue, key: str, value: bytes, **given: Any) -> int:
         if denied:
-            raise RefusedError("publish $KV.contract_limits.index/all: permissions violation")
+            raise RefusedError("publish $KV.contract__limits.index/all: permissions violation")
         return await put(self, key, value, **given)
 
     monkeypatch.setattr(RetryingKeyValue, "put", put_or_refuse)
@@ -429,7 +429,7 @@ async def test_without_the_bucket_nothing_begins_but_what_was_leased(
         denied = False
         await until(t, lambda: len(calls.all) > before + began + RATE)
     assert [type(fact).__name__ for fact in hindered] == ["LeadershipHindered", "LeadershipUnhindered"]
-    assert hindered[0].bucket == "contract_limits"
+    assert hindered[0].bucket == "contract__limits"
 
 
 async def test_the_harness_settles_what_waits_for_its_turn(app: App, url: str | None, calls: Calls) -> None:

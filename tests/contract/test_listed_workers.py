@@ -23,7 +23,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-BUCKET, OF_WORKERS = "aviso_workers_consumers", "aviso_workers_processes"
+BUCKET, OF_WORKERS = "contract__state", "contract__live"
 TTL_SECONDS = 90
 Records = Callable[[dict[str, dict[str, Any]]], Any]
 
@@ -31,7 +31,6 @@ Records = Callable[[dict[str, dict[str, Any]]], Any]
 async def records(t: Harness) -> dict[str, dict[str, Any]]:
     """The records of the workers, by their keys."""
     found = await (await t.app.key_value(OF_WORKERS)).entries()
-    assert all(entry.key.startswith("contract.") for entry in found)
     return {entry.key: json.loads(entry.value) for entry in found}
 
 
@@ -106,10 +105,12 @@ async def test_a_worker_says_where_it_runs_and_what_it_handles(busy: App, url: s
         (found,) = (await recorded(t, works)).values()
     assert (found["host"], found["process"], found["member"]) == (socket.gethostname(), os.getpid(), "")
     assert found["rss"] > 2**20
+    nothing = {"away": "", "away_seconds": 0.0, "shut_seconds": None, "waits_for": ""}
     assert found["agents"] == {
-        "index": {"stream": "MARS", "in_flight": 3, "at_once": 4, "pinned": None},
-        "alone": {"stream": "MARS", "in_flight": 0, "at_once": 1, "pinned": True},
+        "index": {"stream": "MARS", "in_flight": 3, "at_once": 4, "pinned": None, "oldest": 1, **nothing},
+        "alone": {"stream": "MARS", "in_flight": 0, "at_once": 1, "pinned": True, "oldest": None, **nothing},
     }
+    assert (found["hindrances"], found["timers"]) == ([], [])
 
 
 async def test_a_worker_of_an_app_with_nothing_but_tasks_or_timers_says_so_too(
@@ -266,10 +267,10 @@ async def test_a_worker_that_says_nothing_more_is_not_listed_in_a_bucket_without
     record |= {"age_seconds": 1.0, "agents": {}}
     async with app:
         bucket = await app.key_value(OF_WORKERS)  # as somebody else has made it
-        await bucket.put("contract.h.1.a", json.dumps(record).encode())
-        assert [*await worker_records.stored(app.session.backend)] == ["contract"]
+        await bucket.put("h.1.a", json.dumps(record).encode())
+        assert [*await worker_records.stored(app.session.admin)] == ["contract"]
         with anyio.fail_after(PATIENCE_SECONDS):
             while True:
-                if not await worker_records.stored(app.session.backend):
+                if not await worker_records.stored(app.session.admin):
                     break
                 await anyio.sleep(0.05)

@@ -14,11 +14,12 @@ from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.events import AgentStarted, ConsumerResumed
 from aviso_workers.ops import agent_control, maintenance
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
-from aviso_workers.state import consumer_records
-from aviso_workers.state.own_streams import RETRIES
+from aviso_workers.state import consumer_records, own_streams
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
+
+RETRIES = own_streams.of_app(own_streams.RETRIES, "contract")
 
 pytestmark = pytest.mark.anyio
 
@@ -178,7 +179,7 @@ async def test_what_was_tried_again_before_is_not_tried_once_more(kind: str, nat
     async with harness(app, server=nats_url or None) as t:
         await t.notify("mars", mars(step=0), {})
         await t.settle()
-        stored = StoredDeadLetters(t.app.session.admin, t.app.config, events=t.app.events)
+        stored = StoredDeadLetters(t.app.session.admin, events=t.app.events)
         (dead_letter,) = [dead_letter async for dead_letter in stored.select(Selection())]
         await stored.retry(dead_letter)
         await t.settle()

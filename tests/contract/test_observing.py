@@ -10,10 +10,10 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, RetryPolicy
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Admin
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Settled
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_inventory
 from tests.contract.conftest import Create, Ensure, Eventually, Inbox, Publish
@@ -170,13 +170,6 @@ async def test_agents_are_known_by_their_consumers_also_when_nobody_runs_them(ap
     assert {agent: (info.num_pending, info.num_ack_pending) for agent, info in found.items()} == {
         ("contract", "index"): (1, 0)
     }
-
-
-async def test_streams_that_do_not_exist_have_nothing_to_tell(app: App) -> None:
-    assert "MARS" in agent_inventory.streams_of(app.config)
-    for stream in agent_inventory.streams_of(app.config):
-        assert await agent_inventory.agents(app.session.admin, stream) == {}, stream
-    assert await agent_inventory.dead_letters(app.session.admin) == {}
 
 
 async def test_dead_letters_are_counted_by_agent(app: App) -> None:

@@ -111,7 +111,7 @@ async def test_a_dead_letter_that_is_handed_back_counts_once(app: App, url: str 
             await counts.update("od", add_one, once=notification)
 
     async with harness(app, server=url) as t:
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         for step in range(9):
             await t.notify("mars", mars(step=step), {})
         await t.settle()
@@ -249,9 +249,9 @@ async def test_a_page_is_kept_for_as_long_as_its_notifications_come_again(
             await t.notify("mars", mars(step=step), {})
         await t.settle()
         broken = False
-        bucket = await app.key_value("contract__counts")
+        bucket = await app.key_value("contract__table__counts")
         before = await written()
-        await hand_back(StoredDeadLetters(app.session.admin, app.config, events=app.events), t)
+        await hand_back(StoredDeadLetters(app.session.admin, events=app.events), t)
         assert (await counts.get("od"), await written() > before) == (5, True)
 
 
@@ -269,7 +269,7 @@ async def test_a_key_that_is_put_forgets_what_is_on_pages_as_well(
             raise Reject("after its update")
 
     async with harness(app, server=url) as t:
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         for step in range(5):
             await t.notify("mars", mars(step=step), {})
         await t.settle()
@@ -406,7 +406,7 @@ async def test_a_dead_letter_of_long_ago_is_told_of(
             raise Reject("before its update")
 
     async with harness(app, server=url) as t:
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         for step in range(5):
             await t.notify("mars", mars(step=step), {})
         await t.settle()

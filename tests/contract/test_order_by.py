@@ -159,7 +159,7 @@ class TestWhatIsTooLargeTogether:
             await t.settle()
             broken.clear()
             await app.session.admin.purge_stream("MARS")
-            stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+            stored = StoredDeadLetters(app.session.admin, events=app.events)
             await stored.retry(*[dead_letter async for dead_letter in stored.select(Selection())])
             await t.advance(0.5)
             goes_on.set()

@@ -10,7 +10,19 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Batch, Notification, Notify, Reject, RetryPolicy, Unavailable, Window, Windowing
+from aviso_workers import (
+    App,
+    Batch,
+    Batching,
+    Notification,
+    Notify,
+    Reject,
+    RetryPolicy,
+    Stream,
+    Unavailable,
+    Window,
+    Windowing,
+)
 from aviso_workers.declare.verdicts import GivenUp
 from aviso_workers.errors import DeclarationError
 from aviso_workers.events import OutageBegan, OutageEnded, OutageGoesOn
@@ -490,6 +502,43 @@ async def test_a_batch_is_one_piece_of_evidence(virtual: App, catalogue: Catalog
         await until(t, lambda: len(set(catalogue.stored)) == 500)
         assert t.dead_letters == []
     assert began == [], "forty calls are no hundred"
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+async def test_each_failed_call_of_batches_counts_once(virtual: App, catalogue: Catalogue, concurrency: int) -> None:
+    """Also where several calls fail at the same moment, and their notifications are settled by turns."""
+    calls, shut_at = 0, list[int]()
+    virtual.events.listen(lambda began: shut_at.append(calls), OutageBegan)
+
+    @virtual.agent("mars", batch=Batching(size=3, within=1), concurrency=concurrency)
+    async def index(batch: Batch[Any]) -> None:
+        nonlocal calls
+        calls += 1
+        await virtual.session.backend.clock.sleep(0.01)
+        raise ConnectionRefusedError(111, "refused")
+
+    async with harness(virtual) as t:
+        await publish(virtual, range(600))
+        await until(t, lambda: shut_at)
+    assert UNTIL_SHUT <= shut_at[0] < 2 * UNTIL_SHUT, "retries run beside the first tries"
+
+
+async def test_each_failed_run_over_a_stream_counts_once(virtual: App) -> None:
+    runs, shut_at = 0, list[int]()
+    virtual.events.listen(lambda began: shut_at.append(runs), OutageBegan)
+
+    @virtual.agent("mars")
+    async def index(stream: Stream[Any]) -> None:
+        nonlocal runs
+        runs += 1
+        async for group in stream.take(3, within="1s"):
+            assert len(group) == 3
+            raise ConnectionRefusedError(111, "refused")
+
+    async with harness(virtual) as t:
+        await publish(virtual, range(600))
+        await until(t, lambda: shut_at)
+    assert UNTIL_SHUT <= shut_at[0] < 2 * UNTIL_SHUT
 
 
 async def test_windows_whose_function_needs_what_is_away_are_tried_one_a_second(virtual: App) -> None:

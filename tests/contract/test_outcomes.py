@@ -499,10 +499,10 @@ class TestWhereItWasRaised:
         @app.agent("mars", retry=PROMPT)
         async def index(notification: Notification[Any]) -> None:
             if broken:
-                await (await app.key_value("contract__seen")).put("od", b'"of another type"')
+                await (await app.key_value("contract__table__seen")).put("od", b'"of another type"')
                 broken.clear()
             else:
-                await (await app.key_value("contract__seen")).put("od", b"1")
+                await (await app.key_value("contract__table__seen")).put("od", b"1")
             await table.get("od")
 
         async with harness(app, server=url) as t:

@@ -241,7 +241,7 @@ class Run:
     async def _steer(self, t: Harness, name: str, agent: str) -> None:
         app, admin = self._app, self._app.session.admin
         if name == "retry":
-            stored = StoredDeadLetters(admin, app.config, events=app.events)
+            stored = StoredDeadLetters(admin, events=app.events)
             dead_letters = [each async for each in stored.select(Selection()) if each.agent in AGENTS]
             await stored.retry(*dead_letters)
             self._ledger.retried.update((each.agent, each.original.sequence) for each in dead_letters)

@@ -102,7 +102,7 @@ async def test_each_try_and_the_dead_letter_that_is_tried_again_have_it(app: App
             raise Reject("keep it")
 
     async with harness(app, server=url) as t:
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         await app.notify("plain", IDENTIFIER, RAW)
         await t.settle()
         [dead_letter] = [each async for each in stored.select(Selection())]
@@ -123,7 +123,7 @@ async def test_one_that_is_stored_compressed_comes_back_whole(app: App, url: str
             raise Reject("keep it")
 
     async with harness(app, server=url) as t:
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         admin = app.session.admin
         await app.notify("plain", {"a": 0, "b": "x"})  # so that there is a stream
         large = (RAW * 4096)[: admin.connection.max_payload - 150]
@@ -221,7 +221,7 @@ async def test_what_cannot_be_decoded_is_a_dead_letter_that_says_why_and_comes_b
         seen.append(notification.payload)
 
     async with harness(app, server=url) as t:
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         await t.notify("plain", IDENTIFIER, Point(1, -1).to_bytes())
         await t.settle()
         [dead_letter] = [each async for each in stored.select(Selection())]

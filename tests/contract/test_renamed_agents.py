@@ -14,12 +14,13 @@ from aviso_workers.errors import DeclarationError, NotFoundError, RefusedError
 from aviso_workers.events import AgentDisturbed, AgentMoved, AgentStarted, FunctionsDiffer
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, agent_inventory
-from aviso_workers.state import consumer_records
+from aviso_workers.state import consumer_records, own_streams
 from aviso_workers.state.known_agents import KnownAgents
-from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
+
+RETRIES = own_streams.of_app(own_streams.RETRIES, "contract")
 
 pytestmark = pytest.mark.anyio
 
@@ -92,8 +93,8 @@ async def test_an_agent_that_may_be_a_renamed_one_does_not_begin(deployment: Dep
     assert "agent index_field has never run, and agent index, which the code does not declare any more" in refusal
     assert "settled stream MARS with the same filter up to sequence 2" in refusal
     assert "name='index'" in refusal
-    assert "`aviso-workers agents rename contract index index_field`" in refusal
-    assert "`aviso-workers agents rm contract --agent index`" in refusal
+    assert "`aviso-workers agents rename contract/index index_field`" in refusal
+    assert "`aviso-workers agents rm contract/index`" in refusal
     assert deployment.handled == []
 
 
@@ -146,7 +147,7 @@ async def test_it_does_not_begin_where_the_rename_had_a_wrong_name(deployment: D
     plan = await agent_control.plan_rename(admin, "contract", "index", "indx_field", workers_stopped=True)
     await agent_control.rename(admin, plan)
     refusal = await deployment.refusal(deployment.agent("index_field"))
-    assert "`aviso-workers agents rename contract indx_field index_field`" in refusal
+    assert "`aviso-workers agents rename contract/indx_field index_field`" in refusal
     plan = await agent_control.plan_rename(admin, "contract", "indx_field", "index_field", workers_stopped=True)
     await agent_control.rename(admin, plan)
     await deployment.publish(2)
@@ -185,7 +186,7 @@ async def test_a_paused_agent_is_not_renamed(deployment: Deployment) -> None:
     admin = deployment.t.app.session.admin
     index = agent_control.AgentConsumer(app="contract", agent="index", stream="MARS")
     await agent_control.pause(admin, index)
-    with pytest.raises(RefusedError, match="`aviso-workers agents resume index --app contract`"):
+    with pytest.raises(RefusedError, match="`aviso-workers agents resume contract/index`"):
         await agent_control.plan_rename(admin, "contract", "index", "index_field", workers_stopped=True)
 
 

@@ -11,13 +11,16 @@ from msgspec import structs
 
 from aviso_workers import App, Notification, Notify, RetryPolicy, Unavailable
 from aviso_workers.errors import NotFoundError
-from aviso_workers.ops import agent_report, retried
+from aviso_workers.ops import retried
 from aviso_workers.ops.agent_control import AgentConsumer
-from aviso_workers.ops.agent_report import AgentProgress
+from aviso_workers.ops.agent_report import AgentHealth
 from aviso_workers.ops.retried import Answer
-from aviso_workers.state.failure_counts import Decides
+from aviso_workers.state import failure_counts, orders
+from aviso_workers.state.failure_counts import Taken
 from aviso_workers.state.failure_records import Retrying
+from aviso_workers.state.orders import Decides
 from aviso_workers.testing import Harness, harness
+from tests.agent_looks import looked
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -65,9 +68,14 @@ async def listed(t: Harness) -> list[Retrying]:
     return found
 
 
-async def progress(t: Harness) -> AgentProgress:
-    [now] = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
+async def look(t: Harness) -> AgentHealth:
+    [now] = await looked(t.app.session.admin, t.app.config)
     return now
+
+
+async def blocked(t: Harness) -> list[Retrying]:
+    """Return the notifications at which the agent is blocked."""
+    return [each for each in (await look(t)).facts.retrying if each.blocked]
 
 
 async def decided(t: Harness, decides: Decides, *sequences: int) -> list[Answer]:
@@ -80,8 +88,7 @@ async def decided(t: Harness, decides: Decides, *sequences: int) -> list[Answer]
 
 async def decisions(t: Harness) -> list[str]:
     """Return the keys of the decisions that are stored."""
-    bucket = await t.app.session.admin.key_value("contract_failures", own=True)
-    return [key for key in await bucket.keys() if key.endswith(".decided")]
+    return await (await orders.bucket(t.app.session.admin, "contract")).keys()
 
 
 @pytest.mark.parametrize("order_by", [[], ["class"]])
@@ -282,9 +289,11 @@ async def test_one_whose_worker_dies_after_it_has_taken_the_decision_is_skipped_
         await t.notify("mars", mars(step=3), {})
         await listed(t)
         asked = await retried.plan(t.app.session.admin, INDEX, [1], "skip")
-        taken = [structs.replace(each, decision=structs.replace(each.decision, taken=True)) for each in asked]
         await t.crash()
-        await retried.decide(t.app.session.admin, INDEX, taken)
+        await retried.decide(t.app.session.admin, INDEX, asked)
+        [order] = await (await orders.bucket(t.app.session.admin, "contract")).entries()
+        bucket = await t.app.session.admin.key_value("contract__failures", own=True)
+        await failure_counts.store_taken(bucket, order.key, Taken(order=order.revision), revision=0)
         await t.start()
         [answer] = await retried.wait(t.app.session.admin, INDEX, asked, seconds=30, sleep=t.advance)
         assert answer.carried_out
@@ -306,27 +315,24 @@ async def test_an_agent_without_a_limit_of_attempts_is_blocked_and_goes_on(
         await until(t, lambda: (3, 8) in handled.tried)
         assert t.dead_letters == []
         with anyio.fail_after(PATIENCE_SECONDS):
-            while not (now := await progress(t)).blocked:
+            while not (found_ones := await blocked(t)):
                 await t.advance(0.2)
-        [found] = now.blocked
+        [found] = found_ones
         behind = 2 if order_by else 0
         assert (found.sequence, found.key, found.behind) == (7, "od" if order_by else "", behind)
-        at, waits = ("MARS@7 (key od), and 2 wait behind it", "") if order_by else ("MARS@7", "")
-        hour_later = structs.replace(now, recorded_at=now.time + timedelta(hours=1))
-        assert hour_later.blocked, "also while it runs, and while no worker does"
-        assert now.state_since(None) == (
-            f"blocked at {at}{waits}: ValueError: no such field; `agents retrying contract index` lists them, "
-            "`agents retry` or `agents skip` decides"
-        )
-        [row] = agent_report.rows([now], [now], seconds=1.0)
-        assert (row.blocked, row.trouble) == (1, "")
+        key, waits = (" (key od)", ", 2 wait behind it") if order_by else ("", "")
+        now = await look(t)
+        hour_later = structs.replace(now.facts, now=now.facts.now + timedelta(hours=1))
+        assert hour_later.retrying == [found], "also while it runs, and while no worker does"
+        said = (now.judgement.state, now.judgement.why, now.judgement.needs)
+        assert said == ("blocked", f"at MARS@7{key}{waits}: ValueError: no such field", True)
         expected = [0, 1, 2, 10, 11, 12, 13, 14, 15] + ([] if order_by else [4, 5])
         assert sorted(handled.done) == sorted(expected), "what is behind it waits, and no other key"
         assert await t.skip("index") == [7]
         await t.settle()
         assert sorted(handled.done) == [0, 1, 2, 4, 5, 10, 11, 12, 13, 14, 15]
         with anyio.fail_after(PATIENCE_SECONDS):
-            while (await progress(t)).blocked:
+            while await blocked(t):
                 await t.advance(0.2)
     assert [step for step in handled.done if step < 10] == [0, 1, 2, 4, 5]
 
@@ -341,13 +347,13 @@ async def test_a_blocked_one_that_succeeds_blocks_no_more(app: App, url: str | N
         await t.notify("mars", mars(step=4), {})
         await t.notify("mars", mars(step=3), {})
         with anyio.fail_after(PATIENCE_SECONDS):
-            while len((await progress(t)).blocked) < 2:
+            while len(await blocked(t)) < 2:
                 await t.advance(0.2)
         handled.broken = {4}
         with anyio.fail_after(PATIENCE_SECONDS):
-            while len((await progress(t)).blocked) > 1:
+            while len(await blocked(t)) > 1:
                 await t.advance(0.2)
-        assert [each.sequence for each in (await progress(t)).blocked] == [1]
+        assert [each.sequence for each in await blocked(t)] == [1]
 
 
 async def test_one_that_has_left_its_stream_blocks_nobody(app: App, url: str | None, handled: Handled) -> None:
@@ -358,12 +364,12 @@ async def test_one_that_has_left_its_stream_blocks_nobody(app: App, url: str | N
     async with harness(app, server=url) as t:
         await app.notify("mars", mars(step=3), {})
         with anyio.fail_after(PATIENCE_SECONDS):
-            while not (await progress(t)).blocked:
+            while not await blocked(t):
                 await t.advance(0.2)
         handled.broken.clear()
         await app.notify("mars", mars(step=3), {})  # it replaces the one before, as Aviso's streams do
         with anyio.fail_after(PATIENCE_SECONDS):
-            while (await progress(t)).blocked:
+            while await blocked(t):
                 await t.advance(0.2)
 
 

@@ -11,18 +11,20 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import Agent, App, Notification, RetryPolicy, Router
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Backend, ConsumerInfo, Message
 from aviso_workers.engine import acknowledging, shared_filters
 from aviso_workers.errors import NotFoundError, RefusedError
 from aviso_workers.events import AckWaitDiffers, AgentStarted, FilterHides, FiltersDiffer
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.sessions.session import open_session
+from aviso_workers.state import own_streams
 from aviso_workers.state.dead_letter_records import compressed, retry_subject
-from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
+
+RETRIES = own_streams.of_app(own_streams.RETRIES, "contract")
 
 pytestmark = pytest.mark.anyio
 

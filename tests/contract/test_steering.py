@@ -13,14 +13,16 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.ops import agent_control, agent_report
+from aviso_workers.ops import agent_control
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
-from aviso_workers.state import consumer_records
-from aviso_workers.state.own_streams import RETRIES
+from aviso_workers.state import consumer_records, own_streams
 from aviso_workers.testing import Harness
+from tests.agent_looks import looked
 from tests.contract.conftest import Create, Ensure
 from tests.contract.settings import mars
+
+RETRIES = own_streams.of_app(own_streams.RETRIES, "contract")
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +65,7 @@ class TestFinding:
             durable_name=INDEX.consumer, filter_subjects=(), ack_wait=1_000_000_000, max_ack_pending=1
         )
         await t.app.session.backend.ensure_consumer("PLAIN", left_behind)
-        with pytest.raises(DeclarationError, match=r"a consumer on each of MARS, PLAIN: .*--app MODULE:APP"):
+        with pytest.raises(DeclarationError, match=r"a consumer on each of MARS, PLAIN: .*MODULE:APP/index"):
             await agent_control.find(t.app.session.admin, t.app.config, "contract", "index")
 
     async def test_one_on_two_streams_is_paused_and_resumed_on_both(self, t: Harness, four: list[datetime]) -> None:
@@ -95,7 +97,7 @@ class TestAPause:
     async def test_holds_back_events_and_what_is_tried_again(self, t: Harness, handled: list[int]) -> None:
         await t.notify("mars", mars(step=0), "reject")
         await t.settle()
-        stored = StoredDeadLetters(t.app.session.admin, t.app.config, events=t.app.events)
+        stored = StoredDeadLetters(t.app.session.admin, events=t.app.events)
         (dead_letter,) = [dead_letter async for dead_letter in stored.select(Selection())]
         handled.clear()
 
@@ -103,25 +105,27 @@ class TestAPause:
         await stored.retry(dead_letter)
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
-        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
-        assert (handled, progress.pending, progress.paused_until) == ([], 2, "it is resumed")
+        (index,) = await looked(t.app.session.admin, t.app.config)
+        said = (index.judgement.state, index.judgement.why)
+        assert (handled, index.facts.pending, said) == ([], 2, ("paused", "until it is resumed"))
 
         await agent_control.resume(t.app.session.admin, INDEX)
         await t.settle()
-        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
-        assert (sorted(handled), progress.pending, progress.paused_until) == ([0, 6], 0, "")
+        (index,) = await looked(t.app.session.admin, t.app.config)
+        assert (sorted(handled), index.facts.pending) == ([0, 6], 0)
+        assert index.judgement.state != "paused"
 
-    @pytest.mark.parametrize(("stream", "paused"), [("MARS", "its notifications"), (RETRIES, "its retries")])
+    @pytest.mark.parametrize(("stream", "paused"), [("MARS", "notifications"), (RETRIES, "retries")])
     async def test_of_one_half_of_it_is_trouble(
         self, t: Harness, four: list[datetime], stream: str, paused: str
     ) -> None:
         """As where a pause or a resume broke off between the two consumers."""
         await t.app.session.admin.pause_consumer(stream, INDEX.consumer, until=UNTIL_RESUMED)
-        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
-        assert progress.trouble == f"partly paused: only {paused}; pause or resume it again"
+        (index,) = await looked(t.app.session.admin, t.app.config)
+        assert (index.judgement.state, index.judgement.why) == ("half paused", f"only its {paused} are paused")
         await agent_control.pause(t.app.session.admin, INDEX)
-        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
-        assert (progress.trouble, progress.paused_until) == ("", "it is resumed")
+        (index,) = await looked(t.app.session.admin, t.app.config)
+        assert (index.judgement.state, index.judgement.needs) == ("paused", False)
 
     async def test_has_an_end(self, t: Harness, handled: list[int], four: list[datetime]) -> None:
         await agent_control.pause(t.app.session.admin, INDEX, seconds=1)
@@ -191,8 +195,8 @@ class TestAReset:
         t.fail("index", ConnectionError("not now"), times=1)
         await t.notify("mars", mars(step=6), {})
         await t.advance(0.3)
-        (progress,) = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
-        assert progress.ack_pending == 1
+        (index,) = await looked(t.app.session.admin, t.app.config)
+        assert index.facts.ack_pending == 1
         assert (await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=6))).unsettled == 0
         assert (await agent_control.plan_reset(t.app.session.admin, INDEX, Position(sequence=7))).unsettled == 1
 
@@ -205,7 +209,7 @@ class TestTheReport:
     async def test_tells_of_every_agent_of_the_deployment(self, t: Harness, four: list[datetime]) -> None:
         other = ConsumerSpec(durable_name="other__one", filter_subjects=(), ack_wait=1_000_000_000, max_ack_pending=1)
         await t.app.session.backend.ensure_consumer("MARS", other)
-        report = await agent_report.of_deployment(t.app.session.admin, t.app.config)
+        report = [each.facts for each in await looked(t.app.session.admin, t.app.config)]
         assert [(found.app, found.agent, found.stream, found.pending) for found in report] == [
             ("contract", "index", "MARS", 0),
             ("other", "one", "MARS", 5),
@@ -215,9 +219,10 @@ class TestTheReport:
         @t.app.agent("area")
         async def new(notification: Notification[Any]) -> None: ...
 
-        index, new_one = await agent_report.of_app(t.app.session.admin, t.app.config, t.app)
-        assert index.events is not None
-        assert (new_one.agent, new_one.events, new_one.pending) == ("new", None, 0)
+        code = (("contract", "index", "MARS"), ("contract", "new", "AREA"))
+        new_one, index = await looked(t.app.session.admin, t.app.config, code=code)
+        assert index.facts.consumer is not None
+        assert (new_one.facts.agent, new_one.facts.events, new_one.judgement.state) == ("new", None, "never started")
 
 
 @pytest.mark.parametrize("paused", [True, False], ids=["paused", "resumed"])

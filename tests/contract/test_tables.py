@@ -140,7 +140,7 @@ async def test_updates_of_one_process_take_turns_and_are_each_made_once(counts: 
 
 
 async def test_an_update_that_somebody_else_was_faster_than_is_made_again(counts: Table[int], app: App) -> None:
-    bucket = await app.key_value("contract__counts")
+    bucket = await app.key_value("contract__table__counts")
     await counts.put("od", 1)
     await bucket.put("od", b"10")
     assert await counts.update("od", lambda count: count + 1) == 11
@@ -197,8 +197,8 @@ async def test_a_watch_ends_with_its_table_and_goes_on_in_no_other(app: App, cou
         await counts.put("od", number)
     async with aclosing(counts.watch()) as changes:
         assert told(await anext(changes)) == ("od", 4)
-        await app.session.admin.delete_stream(f"KV_{app.name}__counts")
-        await app.session.backend.key_value(f"{app.name}__counts")
+        await app.session.admin.delete_stream(f"KV_{app.name}__table__counts")
+        await app.session.backend.key_value(f"{app.name}__table__counts")
         await counts.put("rd", 1)
         with anyio.fail_after(PATIENCE_SECONDS), pytest.raises(NotFoundError, match="deleted and recreated"):
             await anext(changes)
@@ -299,7 +299,7 @@ async def test_once_takes_a_notification(counts: Table[int]) -> None:
 async def test_what_does_not_fit_is_told_with_its_key(app: App) -> None:
     counts = app.table("counts", int)
     async with app:
-        await (await app.key_value("contract__counts")).put("a=20b", b'"many"')
+        await (await app.key_value("contract__table__counts")).put("a=20b", b'"many"')
         with pytest.raises(UndecodableError, match=r"table 'counts', key 'a b': what is stored does not fit"):
             await counts.get("a b")
 

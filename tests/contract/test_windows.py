@@ -176,9 +176,9 @@ class TestOpenWindows:
             await notify(t, 40)
             await t.settle()
             await t.stop()
-            before = (await app.session.admin.stream_info("KV_contract_windows_sums")).last_sequence
+            before = (await app.session.admin.stream_info("KV_contract__windows__sums")).last_sequence
             assert [window.start.minute for window in await app.open_windows(sums)] == [0, 30]
-            assert (await app.session.admin.stream_info("KV_contract_windows_sums")).last_sequence == before
+            assert (await app.session.admin.stream_info("KV_contract__windows__sums")).last_sequence == before
 
     async def test_make_no_bucket(self, app: App, declare: Callable[..., Agent[Any, Any]]) -> None:
         sums = declare(hourly())
@@ -246,7 +246,7 @@ async def test_what_somebody_else_wrote_keeps_no_window_open(
             while not sums(t):
                 await t.advance(0.2)
         assert sums(t) == {"0-60 od": 1}
-    assert {event.stream for event in unreadable} == {"KV_contract_windows_sums"}
+    assert {event.stream for event in unreadable} == {"KV_contract__windows__sums"}
 
 
 async def test_a_key_may_be_any_text(app: App, url: str | None) -> None:
@@ -286,7 +286,7 @@ async def test_while_nothing_comes_nothing_is_stored(
         await notify(t, 10)
         await t.settle()
         await t.advance(2 * handler.CHECK_SECONDS)
-        bucket = await app.key_value("contract_windows_sums")
+        bucket = await app.key_value("contract__windows__sums")
         revision = await bucket.revision()
         await t.advance(2 * handler.CHECK_SECONDS)
         assert await bucket.revision() == revision
@@ -430,7 +430,7 @@ async def test_a_dead_letter_that_is_tried_again_counts_once(
         await many(app, since)
         await t.settle()
         broken.clear()
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         (dead_letter,) = [dead_letter async for dead_letter in stored.select(Selection())]
         await stored.retry(dead_letter)
         await t.settle()
@@ -497,7 +497,7 @@ async def test_a_window_that_fails_as_often_as_it_may_is_a_dead_letter_that_can_
         await notify(t, 61, of="od")
         await t.settle()
         assert sums(t) == {"0-60 od": 2}
-        stored = StoredDeadLetters(app.session.admin, app.config, events=app.events)
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
         (dead_letter,) = [dead_letter async for dead_letter in stored.select(Selection())]
         assert (dead_letter.agent, dead_letter.reason, dead_letter.attempts) == ("totals", "attempts_exhausted", 2)
         assert dead_letter.error == "RuntimeError: no table"
@@ -744,7 +744,7 @@ async def test_values_of_another_type_are_told_with_the_cure(
     disturbed: list[AgentDisturbed] = []
     app.events.listen(disturbed.append, AgentDisturbed)
     async with harness(app, server=url) as t:
-        bucket = await app.key_value("contract_windows_sums")
+        bucket = await app.key_value("contract__windows__sums")
         await bucket.put("=", b'{"open": {"0": "one"}}')
         with pytest.raises(UndecodableError, match=r"hold is not a <class 'int'>.*give the agent another name"):
             await app.open_windows(sums)
@@ -860,7 +860,7 @@ async def test_while_one_is_tried_again_every_entry_stays_small(app: App, url: s
         await notify(t, 1, size=7)
         await many(app, 300)
         await counted(t, 300)
-        entries = await (await app.key_value("contract_windows_sums")).entries()
+        entries = await (await app.key_value("contract__windows__sums")).entries()
         (key,) = [msgspec.json.decode(entry.value) for entry in entries if entry.key == "="]
         assert len(key["counted"]["newest"]) < 16, "it lists all that was ever counted"
         assert max(len(entry.value) for entry in entries) < 1000
@@ -908,7 +908,7 @@ async def test_nothing_is_kept_of_what_is_settled(app: App, url: str | None, stu
         await notify(t, 1, size=7)
         await many(app, 200)
         await counted(t, 200)
-        bucket = await app.key_value("contract_windows_sums")
+        bucket = await app.key_value("contract__windows__sums")
         assert [key for key in await bucket.keys() if key.startswith("=counted.")]
         stuck.clear()
         await t.settle()
@@ -948,7 +948,7 @@ async def test_a_page_that_another_worker_has_added_to_meanwhile_is_not_removed(
             while not tries:
                 await t.advance(0.5)
         await t.advance(3)
-        entry = await (await app.key_value("contract_windows_sums")).get("=counted.0")
+        entry = await (await app.key_value("contract__windows__sums")).get("=counted.0")
         assert entry is not None
         assert msgspec.json.decode(entry.value, type=seen.SeenPage).find((50, 9e9)) is False
 
@@ -968,7 +968,7 @@ async def test_what_is_counted_of_a_restored_stream_counts_once(
         await counted(t, 150)
         await app.session.admin.reset_consumer("MARS", "contract__sums", sequence=1)
         await counted(t, 300)
-        bucket = await app.key_value("contract_windows_sums")
+        bucket = await app.key_value("contract__windows__sums")
         (key,) = [msgspec.json.decode(entry.value) for entry in await bucket.entries() if entry.key == "="]
         assert len(key["counted"]["newest"]) < 16
         stuck.clear()
@@ -991,7 +991,7 @@ async def test_nothing_is_kept_of_what_is_settled_of_a_stream_that_was_recreated
         await notify(t, 1, size=7)
         await many(app, 80)
         await counted(t, 200)
-        bucket = await app.key_value("contract_windows_sums")
+        bucket = await app.key_value("contract__windows__sums")
         assert await bucket.get("=counted.0")
         stuck.clear()
         await t.settle()
@@ -1058,6 +1058,6 @@ async def test_a_key_is_forgotten_after_its_last_window_and_not_before(
         await notify(t, 70, of="rd")
         await t.settle()
         assert sums(t) == {"0-60 od": 1}
-        bucket = await app.key_value("contract_windows_sums")
+        bucket = await app.key_value("contract__windows__sums")
         await t.advance(2.5)
         assert sorted(await bucket.keys()) == ["=passed", "rd"]

@@ -23,7 +23,7 @@ from aviso_workers.jetstream.identities import MARK
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.server import NatsServer
 from tests.contract.settings import app_config, mars
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, flushed
 
 pytestmark = pytest.mark.anyio
 
@@ -114,7 +114,7 @@ async def test_an_unchanged_stream_gets_no_update_and_a_changed_one_gets_one(
         async with App("wire", config=app_config("jetstream", server.url, **changed)) as app:
             await app.notify("mars", mars(), {})
             await app.notify("mars", mars(), {})
-    await client.flush()
+    await flushed(client)
     assert len(updates) == 1, updates
 
 
@@ -215,7 +215,7 @@ async def test_a_consumer_with_one_filter_is_not_updated_for_the_way_in_which_it
         config={"durable_name": "agent", "metadata": {MARK: "1"}, **found},
     )
     updates = await client.subscribe("$JS.API.CONSUMER.CREATE.MARS.agent")
-    await client.flush()
+    await flushed(client)
     spec = ConsumerSpec(
         durable_name="agent", filter_subjects=("mars.od.>",), ack_wait=10_000_000_000, max_ack_pending=9
     )

@@ -355,7 +355,7 @@ class TestARouterWithAPrefix:
             assert t.outcomes("theirs_index") == ["acked"]
             assert await names.get("url") == "db/resources"
             assert await sizes.items() == {"all": 1}
-            assert await (await app.key_value("resources__theirs_names")).keys() == ["url"]
+            assert await (await app.key_value("resources__table__theirs_names")).keys() == ["url"]
 
     def test_that_is_no_name_is_refused(self, app: App) -> None:
         router = Router("theirs")

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.declare.retry import MAX_LATER_SECONDS, Restarts, RetryPolicy, RetryShare, Tries
 from aviso_workers.errors import DeclarationError
-from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, SECOND
+from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW
 
 STEADY = RetryPolicy(first=1.0, factor=3.0, jitter=0.0)
 DOUBLING = RetryPolicy(first=1.0, factor=2.0, max=3.0, jitter=0.0)

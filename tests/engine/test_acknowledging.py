@@ -17,8 +17,10 @@ from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.events import Acked, FailuresNotStored, Settled
 from aviso_workers.jetstream import error_codes
 from aviso_workers.sessions.session import Session
-from aviso_workers.state.own_streams import DEAD_LETTERS
+from aviso_workers.state import own_streams
 from tests.engine.conftest import Facts, NotifyStep, Stored, Working, config_with
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "tests")
 
 pytestmark = pytest.mark.anyio
 
@@ -123,7 +125,7 @@ async def test_a_bucket_that_did_not_answer_is_asked_again_after_a_while(
         await facts.wait_for(Settled, 1)
         backend.silent = ""
         await facts.wait_for(Settled, 2)
-        assert [message.data for message in await stored("KV_tests_failures")] == [b"2"]
+        assert [message.data for message in await stored("KV_tests__failures")] == [b"2"]
 
 
 async def test_a_worker_that_is_cancelled_settles_for_seconds_and_no_longer(

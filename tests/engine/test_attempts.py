@@ -22,7 +22,7 @@ from tests.engine.conftest import Facts
 
 pytestmark = pytest.mark.anyio
 
-BUCKET = "tests_failures"
+BUCKET = "tests__failures"
 
 
 class Guard(InMemoryBackend):

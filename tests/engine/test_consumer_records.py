@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
+from typing import Any
 
+import anyio
 import pytest
 from msgspec import structs
 
@@ -19,11 +21,11 @@ from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.engine import consumer_recorder
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder, longest_seconds
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
-from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, Events
+from aviso_workers.events import ConsumerNotRecorded, ConsumerResumed, ConsumerTakenBack, Events
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.ops import maintenance
 from aviso_workers.state import consumer_records
-from aviso_workers.state.consumer_records import BUCKET, ConsumerRecord
+from aviso_workers.state.consumer_records import ConsumerRecord
 
 pytestmark = pytest.mark.anyio
 
@@ -39,6 +41,29 @@ async def backend(clock: VirtualClock) -> AsyncIterator[InMemoryBackend]:
         yield backend
 
 
+class Slow(InMemoryBackend):
+    """Notes how many buckets are read at the same time."""
+
+    reading = most = 0
+
+    async def key_value(self, bucket: str, **wanted: Any) -> Any:
+        self.reading += 1
+        self.most = max(self.most, self.reading)
+        await anyio.sleep(0.001)
+        self.reading -= 1
+        return await super().key_value(bucket, **wanted)
+
+
+async def test_the_records_of_many_apps_are_read_together_and_come_in_order() -> None:
+    apps = [f"app{number:02}" for number in range(20)]
+    async with Slow(config.InMemory()) as backend:
+        for app in reversed(apps):
+            await (await consumer_records.bucket(backend, app)).put(f"{app}/agents", b"[]")
+        await (await consumer_records.bucket(backend, "other")).put("app00/agents", b"[]")
+        assert [entry.key for entry in await consumer_records.entries(backend)] == [f"{app}/agents" for app in apps]
+        assert backend.most == consumer_records.AT_ONCE
+
+
 SPEC = ConsumerSpec(durable_name="field__index", filter_subjects=("mars.>",), ack_wait=10**9, max_ack_pending=10)
 
 
@@ -47,13 +72,14 @@ class Place:
 
     def __init__(self, backend: InMemoryBackend) -> None:
         self.backend = backend
-        self.facts: list[ConsumerNotRecorded | ConsumerResumed] = []
+        self.facts: list[ConsumerNotRecorded | ConsumerResumed | ConsumerTakenBack] = []
         self.recorder = self.worker()
 
     def worker(self) -> ConsumerRecorder:
         events = Events()
         events.listen(self.facts.append, ConsumerNotRecorded)
         events.listen(self.facts.append, ConsumerResumed)
+        events.listen(self.facts.append, ConsumerTakenBack)
         return ConsumerRecorder(
             self.backend,
             Provisioner(self.backend, management="reconcile", events=events),
@@ -220,12 +246,30 @@ async def test_a_consumer_whose_record_is_gone_as_well_goes_on_after_what_its_wo
     assert place.facts == [resumed]
 
 
+@pytest.mark.parametrize("by", ["an operator's command", "somebody else"])
+async def test_a_reset_that_is_not_recorded_is_told_once(place: Place, clock: VirtualClock, by: str) -> None:
+    for number in range(3):
+        await place.publish(number)
+    async with place.backend.consume("MARS", "field__index", deliver=ack, capacity=lambda: 3):
+        await clock.advance(1)
+    await place.record()
+    await place.backend.reset_consumer("MARS", "field__index", sequence=1)
+    await place.recorder.refresh()
+    assert place.facts == []
+    if by == "an operator's command":
+        await place.move(0)
+    for _ in range(3):
+        await place.recorder.refresh()
+    taken_back = ConsumerTakenBack(agent="index", stream="MARS", consumer="field__index", recorded=3, settled=0)
+    assert place.facts == ([] if by == "an operator's command" else [taken_back])
+
+
 async def test_a_record_that_is_gone_is_written_again_although_nothing_is_new(
     place: Place, clock: VirtualClock
 ) -> None:
     """Somebody has deleted the bucket."""
     record = await place.record()
-    await place.backend.delete_stream(f"KV_{consumer_records.BUCKET}")
+    await place.backend.delete_stream("KV_field__state")
     await place.recorder.refresh()
     assert await consumer_records.stored(place.backend) == {}
     await clock.advance(consumer_recorder.RENEW_SECONDS)
@@ -254,7 +298,7 @@ async def test_a_bucket_that_cannot_be_written_is_told_of_once(place: Place, mon
             await place.recorder.record(await place.info())
     [fact] = place.facts
     assert isinstance(fact, ConsumerNotRecorded)
-    assert (fact.agent, fact.bucket) == ("index", BUCKET)
+    assert (fact.agent, fact.bucket) == ("index", "field__state")
 
 
 async def test_a_record_of_another_stream_of_that_name_says_nothing(place: Place) -> None:

@@ -18,8 +18,9 @@ from aviso_workers.engine import decisions as decisions_
 from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.flow import Flow
 from aviso_workers.errors import DeniedError, UnavailableError
-from aviso_workers.state import failure_counts
-from aviso_workers.state.failure_counts import Decides, Decision
+from aviso_workers.state import failure_counts, orders
+from aviso_workers.state.failure_counts import Taken
+from aviso_workers.state.orders import Decides, Decision
 from tests.deliveries import UnsettledDelivery
 from tests.presence import present
 
@@ -72,14 +73,14 @@ class Worker:
 
     async def decide(self, sequence: int, decides: Decides = "retry") -> None:
         key = failure_counts.key_of("index", "MARS", sequence, sequence)
-        await failure_counts.store_decision(await self._bucket(), key, Decision(decides=decides, at=AT))
+        bucket = await orders.bucket(self.backend, "fields")
+        self.order = await orders.decide(bucket, key, Decision(decides=decides, at=AT))
 
-    async def decision(self, sequence: int) -> Decision:
+    async def taken(self, sequence: int) -> Taken | None:
+        """Return what workers have recorded of the last decision."""
         key = failure_counts.key_of("index", "MARS", sequence, sequence)
-        return present(failure_counts.decision(await (await self._bucket()).get(f"{key}.decided")))
-
-    async def _bucket(self) -> Any:
-        return await self.backend.key_value("fields_failures", ttl_seconds=600, own=True)
+        bucket = await self.backend.key_value("fields__failures", own=True)
+        return failure_counts.taken(await bucket.get(f"{key}.decided"), order=self.order)
 
     async def pass_time(self, seconds: float) -> int:
         """Let time pass, and return how many requests were made."""
@@ -99,7 +100,7 @@ class Worker:
 @pytest.fixture
 async def backend() -> AsyncGenerator[Counting, None]:
     async with Counting(config.InMemory(), clock=VirtualClock()) as backend:
-        await backend.key_value("fields_failures", ttl_seconds=600, own=True)
+        await orders.bucket(backend, "fields")
         yield backend
 
 
@@ -124,7 +125,7 @@ async def test_one_that_was_given_back_is_asked_for_once(worker: Worker) -> None
         await worker.decide(1)
         await worker.pass_time(1.5)
         assert (delivery.redelivered, other.redelivered) == (1, 0)
-        assert (await worker.decision(1)).taken
+        assert await worker.taken(1) == Taken(order=worker.order)
         await worker.pass_time(30)
         assert delivery.redelivered == 1
         assert delivery.message.data == b"", "its body is not kept"
@@ -137,7 +138,7 @@ async def test_one_that_is_due_soon_comes_by_itself(worker: Worker) -> None:
         await worker.decide(1)
         await worker.pass_time(5)
         assert delivery.redelivered == 0
-        assert not (await worker.decision(1)).taken
+        assert await worker.taken(1) is None
 
 
 async def test_of_two_workers_one_asks_for_it(backend: Counting, worker: Worker) -> None:
@@ -178,7 +179,7 @@ async def test_one_that_others_were_given_is_not_asked_for(backend: Counting) ->
         worker.flow.lapse()
         await worker.decide(1)
         await worker.pass_time(3)
-        assert not (await worker.decision(1)).taken
+        assert await worker.taken(1) is None
         assert await worker.pass_time(10) == 0
 
 
@@ -194,7 +195,7 @@ async def test_a_decision_about_one_that_has_just_succeeded_is_answered(worker: 
         worker.flow.finish(delivery)
         worker.decisions.note_end(delivery, "handled")
         await worker.pass_time(2)
-        assert (await worker.decision(1)).outcome == "handled"
+        assert present(await worker.taken(1)).outcome == "handled"
 
 
 async def test_what_cannot_be_written_is_written_later(backend: Counting, worker: Worker) -> None:
@@ -211,7 +212,7 @@ async def test_what_cannot_be_written_is_written_later(backend: Counting, worker
         await worker.pass_time(10)
         backend.failure = None
         await worker.pass_time(3)
-        found = await worker.decision(1)
+        found = present(await worker.taken(1))
         assert (found.outcome, found.error, delivery.redelivered) == ("failed", "ValueError: no field", 0)
         await worker.pass_time(3)
         assert delivery.redelivered == 0, "it is carried out once"
@@ -231,7 +232,7 @@ async def test_one_that_could_not_be_skipped_is_skipped_later(worker: Worker) ->
         assert present(worker.decisions.pending(Retried(1))).decides == "skip", "also before that is stored"
         worker.decisions.note_retried(delivery, kept=False, after_seconds=20)
         await worker.pass_time(10)
-        found = await worker.decision(1)
+        found = present(await worker.taken(1))
         assert (found.outcome, found.error) == ("", "ValueError: the stream is full")
         assert delivery.redelivered == 0, "its dead letter cannot be stored before"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 from msgspec import structs
 
 from aviso_workers import App, Notification, config
+from aviso_workers.aviso.schema import topic_of
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.config import Config, completed
+from aviso_workers.jetstream.fields import DeclaredStream
+from aviso_workers.ops import aviso_admin
 from aviso_workers.state import asyncapi, consumer_records, declarations
 from tests.waits import PATIENCE_SECONDS
 
@@ -88,9 +92,9 @@ async def watch() -> None: ...
 
 async def test_what_is_recorded_already_is_not_written_again(backend: InMemoryBackend) -> None:
     first = await recorded(backend, app_with("plain"))
-    revision = await (await consumer_records.bucket(backend)).revision()
+    revision = await (await consumer_records.bucket(backend, "fields")).revision()
     assert await recorded(backend, app_with("plain")) == first
-    assert await (await consumer_records.bucket(backend)).revision() == revision
+    assert await (await consumer_records.bucket(backend, "fields")).revision() == revision
     assert (await recorded(backend, app_with("named"))).agents == {"index_named": "named"}
 
 
@@ -134,7 +138,7 @@ async def test_of_very_many_changes_the_first_are_told(backend: InMemoryBackend)
 
 async def test_a_deploy_is_in_the_list_although_the_worker_that_added_it_was_killed(backend: InMemoryBackend) -> None:
     await recorded(backend, app_with("plain"))
-    bucket = await consumer_records.bucket(backend)
+    bucket = await consumer_records.bucket(backend, "fields")
     declared = await bucket.get("fields/declared")
     assert declared is not None
     await recorded(backend, app_with("named"))
@@ -157,7 +161,7 @@ async def test_so_many_deploys_are_kept_and_the_oldest_go(backend: InMemoryBacke
 
 @pytest.mark.parametrize("data", [b"", b"[7]", b"{}", b'[{"time": "x"}]'])
 async def test_a_list_of_deploys_that_cannot_be_read_is_begun_again(backend: InMemoryBackend, data: bytes) -> None:
-    bucket = await consumer_records.bucket(backend)
+    bucket = await consumer_records.bucket(backend, "fields")
     await bucket.put("fields/deploys", data)
     assert declarations.deploys(await bucket.entries()).get("fields", ()) == ()
     await recorded(backend, app_with("plain"))
@@ -185,8 +189,116 @@ async def test_apps_that_declare_one_name_differently_are_named(backend: InMemor
 
 
 async def test_a_record_of_another_version_counts_as_none(backend: InMemoryBackend) -> None:
-    await (await consumer_records.bucket(backend)).put("fields/declared", b'{"event_types": 7}')
+    await (await consumer_records.bucket(backend, "fields")).put("fields/declared", b'{"event_types": 7}')
     assert await declarations.stored(backend) == {}
+
+
+MARS: dict[str, Any] = {
+    "topic": {"base": "mars", "key_order": ["step"]},
+    "identifier": {"step": {"type": "StringHandler", "required": True}},
+}
+INJECTED = "X 0\r\n\r\nPUB $JS.API.STREAM.DELETE.VICTIM 0\r\n\r\nPUB Y"
+
+
+def based(base: str) -> dict[str, Any]:
+    return {**MARS, "topic": {**MARS["topic"], "base": base}}
+
+
+async def of_two_apps(
+    backend: InMemoryBackend, others: dict[str, Any], *, settings: Config = EMPTY, **further: Any
+) -> tuple[dict[str, str], list[str]]:
+    """Return the bases by event type that operators' tools know, and what they tell, where the app `fields` reads
+    `mars`, and an app `b` has recorded these event types, at a time to come."""
+    await put(backend, "b", {"event_types": others, "time": "2099-01-01T00:00:00Z", **further})
+    await put(backend, "fields", {"event_types": {"mars": MARS}, "agents": {"index": "mars"}})
+    stored, unreadable = declarations.parsed(await consumer_records.entries(backend))
+    known, told = aviso_admin.with_declared(settings, stored)
+    return {name: topic_of(name, each).base for name, each in known.notification_schema.items()}, told + unreadable
+
+
+async def put(backend: InMemoryBackend, app: str, record: dict[str, Any]) -> None:
+    empty: dict[str, Any] = {"modules": [], "agents": {}, "timers": {}, "tasks": [], "policies": {}, "code": {}}
+    whole = {"time": "2026-01-01T00:00:00Z", "version": "1", **empty, "event_types": {}, **record}
+    await (await consumer_records.bucket(backend, app)).put(f"{app}/declared", json.dumps(whole).encode())
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"zzz": based(INJECTED)},
+        {INJECTED: {**MARS, "topic": None}},
+        {"": based("zzz")},
+        {"mars\r\n": based("zzz")},
+        {"zzz": based("aviso_workers_audit")},
+        {"zzz": based("KV_fields__state")},
+        {"zzz": based("a" * 5000)},
+        {"zzz": based("mars")},
+        {"zzz": {**MARS, "newer": 1, "identifier": {"step": {**MARS["identifier"]["step"], "newer": 1}}}},
+        {"zzz": based(INJECTED), "zzz.topic": {}, "mars.topic": {}, "mars.identifier": based("a.b")},
+    ],
+    ids=lambda others: f"{others}"[:40],
+)
+async def test_a_recorded_event_type_with_a_mistake_is_left_out_and_hides_no_other(
+    backend: InMemoryBackend, others: dict[str, Any]
+) -> None:
+    known, told = await of_two_apps(backend, others)
+    assert known == {"mars": "mars"}
+    assert [text for text in told if text.startswith("left out: app b (")]
+
+
+async def test_a_recorded_event_type_that_contradicts_a_stream_of_the_configuration_is_left_out(
+    backend: InMemoryBackend,
+) -> None:
+    settings = structs.replace(EMPTY, streams={"ORDERS": DeclaredStream(subjects=("orders.new",))})
+    known, told = await of_two_apps(backend, {"zzz": based("orders"), "broken": {}}, settings=settings)
+    assert known == {"mars": "mars"}
+    assert [text for text in told if "streams.ORDERS.subjects contradicts notification_schema.zzz" in text]
+
+
+@pytest.mark.parametrize("agents", [{}, {"mine": "mars"}])
+async def test_an_event_type_of_another_app_takes_the_place_of_none(
+    backend: InMemoryBackend, agents: dict[str, str]
+) -> None:
+    """Whatever the other app records, also that it is newer and that its agents read the event type."""
+    known, told = await of_two_apps(backend, {"mars": based("stolen")}, agents=agents)
+    assert sorted(known.values()) == ["mars", "stolen"]
+    assert [text for text in told if text.startswith("another event type mars is that of app ")]
+    if not agents:
+        assert known == {"mars": "mars", "mars (app b)": "stolen"}
+
+
+async def test_the_time_of_a_record_is_when_it_was_stored(backend: InMemoryBackend) -> None:
+    await put(backend, "b", {"time": "2099-01-01T00:00:00Z"})
+    (entry,) = await consumer_records.entries(backend)
+    assert (await declarations.stored(backend))["b"].time == entry.time
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({"event_types": {f"z{number}": {} for number in range(20_000)}}, "20,000 event types, and at most 2,000"),
+        ({"agents": {f"z{number}": "" for number in range(2_001)}}, "2,001 agents, and at most 2,000 are read"),
+        ({"timers": {f"z{number}": "" for number in range(2_001)}}, "2,001 timers, and at most 2,000 are read"),
+        ({"version": "x" * 600_000}, "bytes, and at most 524,288 are read"),
+        ({"event_types": {"zzz": [0] * 10_000}}, "more than 10,000 values"),
+        ({"event_types": {"x" * 201: {}}}, "a key of more than 200 characters"),
+        ({"event_types": {"zzz": [[[[[[[[[]]]]]]]]]}}, "nested deeper than 8 levels"),
+    ],
+    ids=lambda value: f"{value}"[:30],
+)
+async def test_a_record_of_more_than_an_app_can_mean_is_not_read_and_told(
+    backend: InMemoryBackend, record: dict[str, Any], why: str
+) -> None:
+    known, told = await of_two_apps(backend, record.pop("event_types", {}), **record)
+    assert known == {"mars": "mars"}
+    assert told[-1].startswith("what app b declares is left out, because its record cannot be read: ")
+    assert why in told[-1]
+
+
+async def test_the_first_mistakes_of_an_app_are_told(backend: InMemoryBackend) -> None:
+    _, told = await of_two_apps(backend, {f"z{number:03}": {} for number in range(500)})
+    assert "z004.identifier is missing" in told[4]
+    assert told[5] == "app b: and 495 more"
 
 
 async def test_a_retired_app_declares_nothing(backend: InMemoryBackend) -> None:
@@ -203,7 +315,10 @@ async def test_a_document_is_recorded_once(backend: InMemoryBackend) -> None:
     for _ in range(2):
         await asyncapi.record(backend, app.config, app)
     assert await asyncapi.stored(backend, "fields") == asyncapi.document(app.config, app, version="0.0.0")
-    assert len(await consumer_records.entries(backend)) == await (await consumer_records.bucket(backend)).revision()
+    assert (
+        len(await consumer_records.entries(backend))
+        == await (await consumer_records.bucket(backend, "fields")).revision()
+    )
 
 
 async def test_a_document_that_cannot_be_made_or_is_too_large_is_left_out(
@@ -232,5 +347,5 @@ async def test_a_worker_records_them_when_it_starts() -> None:
         with anyio.fail_after(PATIENCE_SECONDS):
             while not await asyncapi.stored(app.session.backend, "fields"):
                 await app.session.backend.clock.sleep(0.01)
-            assert (await declarations.stored(app.session.backend)).keys() == {"fields"}
+            assert (await declarations.stored(app.session.admin)).keys() == {"fields"}
         stop.set()

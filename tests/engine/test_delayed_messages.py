@@ -18,12 +18,13 @@ from aviso_workers.events import NotRemoved, Overdue, Published, Unreadable
 from aviso_workers.features import delayed_delivery
 from aviso_workers.sessions.session import Session
 from aviso_workers.state import delayed_messages
-from aviso_workers.state.own_streams import DELAYED
 from tests.engine.conftest import Facts, Stored, config_with
 from tests.engine.test_publisher import STEP_6, FlakyBackend
 from tests.presence import present
 
 pytestmark = pytest.mark.anyio
+
+DELAYED, DUE = delayed_messages.stream_of("MARS"), delayed_messages.due_subject("MARS")
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ async def test_one_whose_stream_is_away_is_tried_again_more_and_more_rarely(
     assert waits == [pytest.approx(seconds, rel=0.11) for seconds in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
 
 
-DENIED = RefusedError("permissions violation for publish to $JS.API.STREAM.MSG.DELETE.aviso_workers_schedule")
+DENIED = RefusedError("permissions violation for publish to $JS.API.STREAM.MSG.DELETE.aviso_workers_schedule__MARS")
 
 
 async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_is_told(
@@ -105,7 +106,7 @@ async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_
         await anyio.sleep(1000)  # some duplicate windows
         assert len(await stored("MARS")) == 1
         assert len(facts.of(NotRemoved)) == 1
-        assert await backend.subject_counts(DELAYED) == {f"{delayed_messages.DUE}.MARS": 1}
+        assert await backend.subject_counts(DELAYED) == {DUE: 1}
     await anyio.sleep(delayed_delivery.REMOVE_SECONDS)
     assert await backend.subject_counts(DELAYED) == {}, "it may be removed now"
     assert len(await stored("MARS")) == 1
@@ -128,11 +129,11 @@ async def test_what_somebody_else_has_put_there_is_kept_for_whoever_looks_for_it
     session: Session, backend: FlakyBackend, facts: Facts
 ) -> None:
     await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
-    foreign = Message(subject=f"{delayed_messages.DUE}.MARS", data=b"")
+    foreign = Message(subject=DUE, data=b"")
     await backend.publish(foreign, message_id="1", stream=DELAYED, timeout_seconds=1.0)
     await facts.wait_for(Published, 2)
     await anyio.sleep(2 * delayed_delivery.REMOVE_SECONDS)
-    assert await backend.subject_counts(DELAYED) == {f"{delayed_messages.DUE}.MARS": 1}
+    assert await backend.subject_counts(DELAYED) == {DUE: 1}
 
 
 async def test_the_stream_of_what_waits_is_made_anew_where_it_is_deleted_between_two_attempts(

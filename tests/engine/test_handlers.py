@@ -32,11 +32,14 @@ from aviso_workers.events import (
     Settled,
 )
 from aviso_workers.sessions.session import Session
+from aviso_workers.state import own_streams
 from aviso_workers.state.dead_letter_records import COMPRESSED, MAX_RESTORED_BYTES, DeadLetter, retry_of, unwrap
-from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 from tests.deliveries import UnsettledDelivery
 from tests.engine.conftest import Facts, NotifyStep, Store, Stored, Working
 from tests.presence import present
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "tests")
+RETRIES = own_streams.of_app(own_streams.RETRIES, "tests")
 
 pytestmark = pytest.mark.anyio
 
@@ -241,7 +244,7 @@ async def test_where_failures_cannot_be_stored_a_worker_says_so_once_and_counts_
         "attempts_exhausted"
     ] * 2
     (said,) = facts.of(FailuresNotStored)
-    assert (said.agent, said.bucket) == ("index", "tests_failures")
+    assert (said.agent, said.bucket) == ("index", "tests__failures")
 
 
 @pytest.mark.parametrize("error", [UnavailableError("no answer"), OutcomeUnknownError("no answer")])
@@ -377,13 +380,13 @@ async def test_a_dead_letter_that_is_still_too_large_is_compressed(
         await store("mars.od.6", data, sent)
         await facts.wait_for(Settled)
     (message,) = await stored(DEAD_LETTERS)
-    dead_letter = DeadLetter.read(message)
+    dead_letter = DeadLetter.read(message, "tests")
     assert (present(message.headers)[COMPRESSED], "class" in present(message.headers)) == ("zlib", False)
     assert (dead_letter.agent, dead_letter.error[:15]) == ("index", "UndecodableErro")
     assert (dead_letter.original.subject, dead_letter.original.data == data) == ("mars.od.6", True)
     kept = present(dead_letter.original.headers)
     assert {name: kept[name] for name in ("class", "note")} == {"class": "od", "note": "here: and there"}
-    retry, _ = retry_of(dead_letter)
+    retry, _, _ = retry_of(dead_letter)
     original, stream = unwrap(retry)
     assert (stream, original.data == data, present(original.headers)["class"]) == ("MARS", True, "od")
 
@@ -398,7 +401,7 @@ async def test_headers_that_leave_no_room_for_ours_are_kept_compressed(
         await store("mars.od.6", b"?", {"all": "ä:" * 21_000})
         await facts.wait_for(Settled)
     (message,) = await stored(DEAD_LETTERS)
-    original = DeadLetter.read(message).original
+    original = DeadLetter.read(message, "tests").original
     assert (original.data, present(original.headers)["all"]) == (b"?", "ä:" * 21_000)
 
 
@@ -431,7 +434,7 @@ async def test_a_server_of_small_messages_has_small_dead_letters(
         await facts.wait_for(Settled)
     (message,) = await stored(DEAD_LETTERS)
     assert sum(len(name) + len(value) for name, value in present(message.headers).items()) + len(message.data) < 2000
-    assert present(DeadLetter.read(message).original.headers)["all"] == "x" * 1500
+    assert present(DeadLetter.read(message, "tests").original.headers)["all"] == "x" * 1500
 
 
 async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_compressed(
@@ -444,7 +447,7 @@ async def test_a_dead_letter_is_whole_although_its_original_says_that_it_is_comp
     async with working(index):
         await facts.wait_for(Settled)
     (dead_letter,) = await stored(DEAD_LETTERS)
-    assert DeadLetter.read(dead_letter).original.data == b"?"
+    assert DeadLetter.read(dead_letter, "tests").original.data == b"?"
 
 
 @pytest.mark.parametrize(
@@ -469,8 +472,8 @@ async def test_what_only_says_that_it_is_compressed_is_neither_read_nor_handled(
     (message,) = await stored(DEAD_LETTERS)
     forged = structs.replace(message, data=body, headers={**present(message.headers), COMPRESSED: "zlib"})
     with pytest.raises(UndecodableError, match=why):
-        DeadLetter.read(forged)
-    assert unwrap(forged) == (forged, RETRIES)
+        DeadLetter.read(forged, "tests")
+    assert unwrap(forged) == (forged, "")
 
 
 async def test_a_stream_of_dead_letters_that_does_not_answer_is_looked_at_again(
@@ -702,10 +705,10 @@ async def test_failures_are_forgotten_when_a_notification_is_settled(
     await notify(6)
     async with working(index):
         await facts.wait_for(Settled)
-        assert await (await backend.key_value("tests_failures")).keys() != []
+        assert await (await backend.key_value("tests__failures")).keys() != []
         await facts.wait_for(Settled, 4)
     assert sorted(event.outcome for event in facts.of(Settled)) == ["acked", "dead_lettered", "retried", "retried"]
-    assert await (await backend.key_value("tests_failures")).keys() == []
+    assert await (await backend.key_value("tests__failures")).keys() == []
 
 
 async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_is_tried_again(
@@ -723,7 +726,7 @@ async def test_what_failed_for_good_in_its_lane_has_all_attempts_again_when_it_i
     async with working(index):
         await facts.wait_for(Settled, 2)
         (dead_letter,) = await stored(DEAD_LETTERS)
-        retry, message_id = retry_of(DeadLetter.read(dead_letter))
+        retry, message_id, _ = retry_of(DeadLetter.read(dead_letter, "tests"))
         await backend.publish(retry, message_id=message_id, stream=RETRIES, timeout_seconds=1)
         await facts.wait_for(Settled, 4)
     assert [event.outcome for event in facts.of(Settled)] == ["retried", "dead_lettered", "retried", "acked"]

@@ -9,15 +9,15 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from aviso_workers import clocks, config
+from aviso_workers import config
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import failure_recorder
 from aviso_workers.engine.failure_recorder import OVER_SECONDS, LastFailures
 from aviso_workers.errors import NotFoundError
-from aviso_workers.events import OutageBegan, OutageEnded, OutageGoesOn, TaskFailed, Ticked, WindowDone
+from aviso_workers.events import TaskFailed, Ticked, WindowDone
 from aviso_workers.state import consumer_records, failure_records
-from aviso_workers.state.failure_records import AWAY_SECONDS, RENEW_SECONDS, WRITE_SECONDS, Kind, LastFailure, Retrying
+from aviso_workers.state.failure_records import WRITE_SECONDS, Kind, LastFailure, Retrying
 
 pytestmark = pytest.mark.anyio
 
@@ -105,7 +105,7 @@ async def test_nothing_is_written_where_nothing_fails(backend: InMemoryBackend, 
     failures.observe(Ticked(timer="report", time=DUE, late_seconds=0, seconds=0))
     await failures.write()
     with pytest.raises(NotFoundError):
-        await backend.stream_info(f"KV_{consumer_records.BUCKET}")
+        await backend.stream_info("KV_fields__state")
 
 
 async def test_workers_count_together(backend: InMemoryBackend, failures: LastFailures) -> None:
@@ -169,7 +169,7 @@ async def test_those_at_which_an_agent_is_blocked_are_kept_before_all_others(
 
     await pass_time(backend, 700)  # their next attempt runs
     failures.note("agents", "index", raised("a"), again_in_seconds=1, retrying=retrying(2000))
-    failures.note_settled("index", "MARS", 1000)
+    failures.note_settled("index", "MARS", 1000, handled=True)
     await failures.write()
     assert [each.sequence for each in (await recorded(backend)).retrying] == [1001, 2000]
 
@@ -178,7 +178,7 @@ async def test_what_is_settled_before_it_was_recorded_is_not_recorded_as_blocked
     backend: InMemoryBackend, failures: LastFailures
 ) -> None:
     failures.note("agents", "index", raised("a"), retrying=retrying(7, blocked=True))
-    failures.note_settled("index", "MARS", 7)
+    failures.note_settled("index", "MARS", 7, handled=True)
     await failures.write()
     assert (await recorded(backend)).retrying == ()
 
@@ -305,7 +305,7 @@ async def test_what_cannot_be_written_is_written_later(
 
 
 async def test_a_record_that_cannot_be_read_counts_as_none(backend: InMemoryBackend, failures: LastFailures) -> None:
-    await (await consumer_records.bucket(backend)).put("fields/agents/index/failure", b"[")
+    await (await consumer_records.bucket(backend, "fields")).put("fields/agents/index/failure", b"[")
     assert await failure_records.stored(backend) == {}
     failures.note("agents", "index", raised("no field"))
     await failures.write()
@@ -323,92 +323,27 @@ async def test_a_retired_agent_has_none(backend: InMemoryBackend, failures: Last
     assert await failure_records.stored(backend) == {}
 
 
-BEGAN = OutageBegan(dependency="catalogue", agents=("index",), error=ConnectionRefusedError(111, "refused"))
-ENDED = OutageEnded(dependency="catalogue", agents=("index",), seconds=600, calls=160, failures=159)
-
-
-class TestWhatIsAway:
-    """A worker says it as long as it lasts, so that what a worker has said that died ends by itself."""
-
-    @staticmethod
-    async def away(backend: InMemoryBackend) -> tuple[str, datetime | None] | None:
-        last = await recorded(backend)
-        is_away = last.is_away(await (await consumer_records.bucket(backend)).time())
-        return (last.away, last.away_since) if is_away else None
-
-    async def test_it_is_recorded_until_it_is_back(self, backend: InMemoryBackend, failures: LastFailures) -> None:
-        reason = "ConnectionRefusedError: [Errno 111] refused"
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(failures.keep_writing)
-            began = clocks.utc_now(backend.clock)
-            failures.observe(BEGAN)
-            for _ in range(10):
-                await pass_time(backend, AWAY_SECONDS)
-                assert await self.away(backend) == (reason, began)
-            failures.observe(ENDED)
-            await pass_time(backend, WRITE_SECONDS)
-            assert await self.away(backend) is None
-            written = (await recorded(backend)).written
-            await pass_time(backend, 10 * RENEW_SECONDS)
-            assert (await recorded(backend)).written == written, "nothing is written any more"
-            tasks.cancel_scope.cancel()
-
-    async def test_what_a_worker_has_said_that_died_ends(
-        self, backend: InMemoryBackend, failures: LastFailures
-    ) -> None:
-        failures.observe(BEGAN)
-        await failures.write()
-        await pass_time(backend, AWAY_SECONDS - 1)
-        assert await self.away(backend) is not None
-        await pass_time(backend, 2)
-        assert await self.away(backend) is None
-
-    async def test_of_several_workers_the_earliest_counts(
-        self, backend: InMemoryBackend, failures: LastFailures
-    ) -> None:
-        other = LastFailures(backend, app="fields")
-        began = clocks.utc_now(backend.clock)
-        failures.observe(BEGAN)
-        await failures.write()
-        await pass_time(backend, RENEW_SECONDS)
-        other.observe(BEGAN)
-        await other.write()
-        found = await self.away(backend)
-        assert found is not None
-        assert found[1] == began
-
-    async def test_one_that_is_back_ends_it_until_another_says_it_again(
-        self, backend: InMemoryBackend, failures: LastFailures
-    ) -> None:
-        other = LastFailures(backend, app="fields")
-        for worker in (failures, other):
-            worker.observe(BEGAN)
-            await worker.write()
-        failures.observe(ENDED)
-        await failures.write()
-        assert await self.away(backend) is None
-        await pass_time(backend, RENEW_SECONDS)
-        await other.write()
-        assert await self.away(backend) is not None
-
-    async def test_failures_leave_it_and_it_leaves_them(self, backend: InMemoryBackend, failures: LastFailures) -> None:
-        failures.note("agents", "index", raised("no field"))
-        failures.observe(BEGAN)
-        await failures.write()
-        failures.note("agents", "index", raised("no field"))
-        await failures.write()
-        last = await recorded(backend)
-        assert (last.error, last.times, last.away[:22]) == ("ValueError", 2, "ConnectionRefusedError")
-
-    async def test_an_agent_that_begins_in_it_says_since_when_it_lasts(
-        self, backend: InMemoryBackend, failures: LastFailures
-    ) -> None:
-        now = clocks.utc_now(backend.clock)
-        goes_on: dict[str, Any] = {"dependency": "catalogue", "agents": ("index", "check"), "reason": "OSError: gone"}
-        failures.observe(OutageGoesOn(**goes_on, seconds=120.0, calls=30, failures=30, waiting=4))
-        await failures.write()
-        for name in ("index", "check"):
-            last = await recorded(backend, name=name)
-            assert (last.away, last.away_since) == ("OSError: gone", now - timedelta(minutes=2))
-            assert last.described == "OSError: gone", "although nothing of it has failed here"
-            assert last.until <= now, "nor does it fail"
+async def test_what_was_handled_that_had_failed_is_told(backend: InMemoryBackend, failures: LastFailures) -> None:
+    failures.note("agents", "index", raised("a"), again_in_seconds=1, retrying=retrying(7))
+    failures.note("agents", "index", raised("a"), again_in_seconds=1, retrying=retrying(8))
+    await failures.write()
+    await pass_time(backend, 1)
+    failures.note_settled("index", "MARS", 7, handled=False)
+    await failures.write()
+    found = await recorded(backend)
+    assert ([each.sequence for each in found.retrying], found.handled) == ([8], None), "it is a dead letter"
+    failures.note_settled("index", "MARS", 8, handled=True)
+    await failures.write()
+    found = await recorded(backend)
+    assert found.handled is not None
+    assert (found.retrying, found.handled > found.last) == ((), True)
+    failures.note_settled("index", "MARS", 9, handled=False)
+    failures.note("agents", "index", raised("a"), again_in_seconds=1, retrying=retrying(9))  # it was handed back
+    await failures.write()
+    assert [each.sequence for each in (await recorded(backend)).retrying] == [9], "as it has failed again"
+    await pass_time(backend, 1)
+    failures.note("agents", "index", raised("a"), again_in_seconds=1, retrying=retrying(9))
+    await failures.write()
+    found = await recorded(backend)
+    assert found.handled is not None
+    assert found.handled < found.last, "it fails again"

@@ -204,7 +204,7 @@ async def test_a_delayed_notification_that_may_wait_is_not_told_as_refused(facts
     async with FlakyBackend("unanswered", "refused") as backend:
         with pytest.raises(OutcomeUnknownError, match="not here"):
             await session_on(backend, facts).publisher.notify(structs.replace(STEP_6, deliver_after=60))
-        assert (await backend.stream_info("aviso_workers_schedule")).messages == 1
+        assert (await backend.stream_info("aviso_workers_schedule__MARS")).messages == 1
 
 
 async def test_a_doubt_is_over_when_the_notification_is_acknowledged(facts: Facts) -> None:

@@ -443,7 +443,7 @@ async def test_the_failures_of_however_many_that_are_in_one_batch_are_remembered
 ) -> None:
     """All of them are taken before the first of them is settled."""
     here, many = worker(), 10_100
-    bucket = await backend.key_value("tests_failures")
+    bucket = await backend.key_value("tests__failures")
     await bucket.put_many({f"index.MARS.{number}.1": b"1" for number in range(1, many + 1)})
     async with here.deciding():
         for number in range(1, many + 1):

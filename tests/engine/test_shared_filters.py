@@ -22,7 +22,7 @@ from aviso_workers.events import ConsumerNotRecorded, Events, FilterHides, Filte
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.metadata import RESETS, VERSIONS
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-from aviso_workers.state.consumer_records import BUCKET, versions_key
+from aviso_workers.state.consumer_records import bucket_of, versions_key
 from aviso_workers.state.versions import Versions, including
 from tests import forgeries
 from tests.deliveries import UnsettledDelivery
@@ -154,7 +154,7 @@ async def edit(backend: Backend, *filters: str) -> None:
 
 
 async def registered(backend: Backend) -> KeyValue:
-    return await backend.key_value(BUCKET)
+    return await backend.key_value(bucket_of("app"))
 
 
 async def test_what_a_foreign_edit_of_the_filter_has_hidden_is_delivered_all_the_same(backend: InMemoryBackend) -> None:
@@ -348,7 +348,9 @@ async def test_a_version_is_not_taken_for_gone_where_the_versions_are_forged() -
         own, other = (metadata.version_of(spec(filters), "") for filters in (NARROW, WIDE))
         _, registered = await registry.change(lambda _: including(including((), own), other))
         assert len(registered) == 2
-        forgeries.store(backend, f"KV_{BUCKET}", f"$KV.{BUCKET}.{versions_key('app', 'agent', 'MARS')}")
+        forgeries.store(
+            backend, f"KV_{bucket_of('app')}", f"$KV.{bucket_of('app')}.{versions_key('app', 'agent', 'MARS')}"
+        )
 
         assert await registry.read() == registered
         assert await registry.change(lambda known: known) == (registered, registered)

@@ -101,8 +101,8 @@ class Fleet:
 
 
 def claims_of(timer: str, backend: InMemoryBackend, lease: Lease) -> Claims:
-    bucket = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
-    outage = Outage("app_timers", clock=backend.clock, events=Events())
+    bucket = RetryingKeyValue(backend, "app__timers", patience_seconds=1)
+    outage = Outage("app__timers", clock=backend.clock, events=Events())
     return Claims(timer, bucket, lease, outage, schedule=timers.every("60s"), in_doubt={}, events=Events())
 
 
@@ -142,7 +142,7 @@ async def test_every_worker_runs_its_own(router: Router, fleet: Fleet) -> None:
 async def test_a_claim_that_no_worker_has_written_counts_from_when_it_was_stored(fleet: Fleet, garbage: bytes) -> None:
     backend = fleet.streams.peer()
     backend.reconnect()
-    await (await backend.key_value("app_timers")).put("lead", garbage)
+    await (await backend.key_value("app__timers")).put("lead", garbage)
     claims = claims_of("lead", backend, Lease(backend, "app", events=Events()))
 
     assert seconds_of(await claims.last(BEGINNING + timedelta(hours=1))) == 0
@@ -203,7 +203,7 @@ async def test_a_leader_that_stops_while_its_lease_is_renewed_is_followed_at_onc
 
         async def publish_and_answer_late(message: Message, **stated: Any) -> PubAck:
             ack = await publish(message, **stated)
-            if message.subject == f"$KV.app_leases.{LEADER}" and message.data:
+            if message.subject == f"$KV.app__leases.{LEADER}" and message.data:
                 fleet.stops[worker].set()
                 await fleet.clock.sleep(1)
             return ack
@@ -325,7 +325,7 @@ async def test_a_tick_whose_claim_may_not_have_been_stored_is_run_once(
     publish, away_until = backend.publish, clock.monotonic() + 10
 
     async def publish_while_the_leader_changes(message: Message, **stated: Any) -> PubAck:
-        if "app_timers" not in message.subject or clock.monotonic() >= away_until:
+        if "app__timers" not in message.subject or clock.monotonic() >= away_until:
             return await publish(message, **stated)
         if stored:
             with suppress(ConflictError):
@@ -354,7 +354,7 @@ async def test_a_tick_whose_claim_is_stored_late_is_run_once(
     under_way: list[tuple[Message, dict[str, Any]]] = []
 
     async def publish_late(message: Message, **stated: Any) -> PubAck:
-        if "app_timers" not in message.subject:
+        if "app__timers" not in message.subject:
             return await publish(message, **stated)
         if clock.monotonic() < away_until:
             under_way[:] = [(message, stated)]
@@ -385,7 +385,7 @@ async def test_a_tick_whose_claim_was_in_doubt_when_the_lease_was_over_is_run_by
     async def publish_unanswered(message: Message, **stated: Any) -> PubAck:
         if clock.monotonic() >= away_until:
             return await publish(message, **stated)
-        if "app_leases" in message.subject:
+        if "app__leases" in message.subject:
             raise UnavailableError("no leader")
         with suppress(ConflictError):
             await publish(message, **stated)
@@ -408,7 +408,7 @@ async def test_a_lease_whose_renewal_was_stored_without_an_answer_is_still_ours(
     publish, away_until = backend.publish, clock.monotonic() + LEASE_SECONDS / 2
 
     async def publish_unanswered(message: Message, **stated: Any) -> PubAck:
-        if "app_leases" not in message.subject or clock.monotonic() >= away_until:
+        if "app__leases" not in message.subject or clock.monotonic() >= away_until:
             return await publish(message, **stated)
         with suppress(ConflictError):
             await publish(message, **stated)
@@ -439,7 +439,7 @@ async def test_a_lease_that_another_worker_took_while_ours_was_in_doubt_is_not_o
         monkeypatch.setattr(backend, "publish", publish_in_vain)
         await fleet.after(2 * RENEW_SECONDS)
         monkeypatch.setattr(backend, "publish", publish)
-        await (await backend.key_value("app_leases")).put(LEADER, b"another")
+        await (await backend.key_value("app__leases")).put(LEADER, b"another")
         await fleet.after(RENEW_SECONDS)
         assert (lease.held, term.cancel_called) == (False, True)
 
@@ -452,7 +452,7 @@ async def test_no_tick_is_missed_where_the_bucket_of_claims_is_deleted(router: R
     await fleet.start()
     for _ in range(3):
         await fleet.after(19.5)
-        await fleet.backends[0].delete_stream("KV_app_timers")
+        await fleet.backends[0].delete_stream("KV_app__timers")
     await fleet.after(20)
 
     assert fleet.ticks == [10, 20, 30, 40, 50, 60, 70]
@@ -468,8 +468,8 @@ async def test_no_tick_is_missed_and_no_leader_changes_where_lease_and_claim_are
     await fleet.start()
     for _ in range(60):
         await fleet.after(1)
-        forgeries.store(fleet.streams.peer(), "KV_app_leases", f"$KV.app_leases.{LEADER}")
-        forgeries.store(fleet.streams.peer(), "KV_app_timers", "$KV.app_timers.lead")
+        forgeries.store(fleet.streams.peer(), "KV_app__leases", f"$KV.app__leases.{LEADER}")
+        forgeries.store(fleet.streams.peer(), "KV_app__timers", "$KV.app__timers.lead")
 
     await fleet.after(2)
     assert fleet.ticks == [10, 20, 30, 40, 50, 60]
@@ -487,7 +487,7 @@ async def test_a_leader_that_dies_is_followed_when_its_lease_is_not_forged_any_m
     await fleet.after(15)
     fleet.kill(0)
     for _ in range(math.ceil(TAKEOVER_SECONDS) + 3):
-        forgeries.store(fleet.streams.peer(), "KV_app_leases", f"$KV.app_leases.{LEADER}")
+        forgeries.store(fleet.streams.peer(), "KV_app__leases", f"$KV.app__leases.{LEADER}")
         await fleet.after(1)
     assert fleet.leaders == [True]  # each forged value may hide that the leader is at work
 
@@ -505,12 +505,12 @@ async def test_there_is_one_leader_however_long_its_lease_is_forged(router: Rout
     await fleet.start()
     await fleet.after(5)
     for _ in range(40 * math.ceil(TAKEOVER_SECONDS)):
-        forgeries.store(fleet.streams.peer(), "KV_app_leases", f"$KV.app_leases.{LEADER}")
+        forgeries.store(fleet.streams.peer(), "KV_app__leases", f"$KV.app__leases.{LEADER}")
         await fleet.after(0.1)
     assert fleet.leaders == [True]
 
 
-@pytest.mark.parametrize("bucket", ["app_leases", "app_timers"])
+@pytest.mark.parametrize("bucket", ["app__leases", "app__timers"])
 async def test_a_bucket_that_may_not_be_written_is_told_once(
     fleet: Fleet, tokens: list[int], monkeypatch: pytest.MonkeyPatch, bucket: str
 ) -> None:
@@ -638,7 +638,7 @@ async def test_a_lease_that_is_another_workers_is_over_at_the_next_renewal(fleet
     backend.reconnect()
     lease = Lease(backend, "app", events=Events())
     assert await lease.take(anyio.Event())
-    await (await backend.key_value("app_leases")).put(LEADER, b"another")
+    await (await backend.key_value("app__leases")).put(LEADER, b"another")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lease.hold, term := anyio.CancelScope())
         await fleet.after(RENEW_SECONDS)
@@ -673,7 +673,7 @@ async def test_a_lease_that_the_server_does_not_forget_is_over_when_nobody_renew
     """It was put while the server's clock was ahead."""
     backend = fleet.streams.peer()
     backend.reconnect()
-    bucket = RetryingKeyValue(backend, "app_leases", patience_seconds=1)  # without a ttl
+    bucket = RetryingKeyValue(backend, "app__leases", patience_seconds=1)  # without a ttl
     lease = Lease(backend, "app", events=Events())
 
     async def renew() -> None:
@@ -718,7 +718,7 @@ async def test_ticks_claimed_by_a_leader_that_was_an_hour_ahead_silence_no_succe
     # What that leader left behind: the bucket stored it an hour before the time that it names.
     backend = fleet.streams.peer()
     backend.reconnect()
-    claims = RetryingKeyValue(backend, "app_timers", patience_seconds=1)
+    claims = RetryingKeyValue(backend, "app__timers", patience_seconds=1)
     claim = Claim(time=BEGINNING + timedelta(hours=1), token=1, schedule="every 600s")
     await claims.put("look", msgspec.json.encode(claim), revision=0)
     await fleet.start()

@@ -103,7 +103,7 @@ def pages(entry: Entry) -> None:
 OF_HEADERS: dict[str, Callable[[Message], object]] = {
     "a notification": lambda message: [each.notification(message) for each in READERS],
     "whether it is wanted": lambda message: [each.matches(message) for each in READERS],
-    "a dead letter": dead_letter_records.DeadLetter.read,
+    "a dead letter": lambda message: dead_letter_records.DeadLetter.read(message, "field"),
     "a retry": dead_letter_records.unwrap,
     "what is due": delayed_messages.original,
     "a compressed retry": lambda message: dead_letter_records.unwrap(dead_letter_records.compressed(message)),
@@ -130,7 +130,7 @@ TEXTS: dict[str, tuple[bytes, Callable[[str], object], type[Exception]]] = {
     "a number": (b"1700000000000000000", codec.read_number, UndecodableError),
     "a sequence": (
         b"7",
-        lambda text: failure_counts.parse_began(f"$KV.a_failures.index.MARS.{text.replace('.', '')}.17.began"),
+        lambda text: failure_counts.parse_began(f"$KV.a__failures.index.MARS.{text.replace('.', '')}.17.began"),
         UndecodableError,
     ),
     "a box": (b"52.4,13.4,52.6,13.6", spatial.Box.parse, ValueError),

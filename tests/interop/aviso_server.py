@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from _demo.children import is_ready
 from aviso_workers.server import start_tied
 from aviso_workers.server.processes import free_ports
 from tests.interop import programs
@@ -120,11 +121,7 @@ class AvisoServer:
         return self.request("POST", "/api/v1/notification", body)
 
     def _is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
+        return is_ready(f"{self.url}/health")
 
 
 @contextmanager

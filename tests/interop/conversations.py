@@ -68,6 +68,7 @@ class Events:
             with suppress(OSError):
                 self._connection.sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(PATIENCE_SECONDS)
+        self._answer.close()
         self._connection.close()
 
     def __enter__(self) -> Events:

@@ -18,11 +18,13 @@ from msgspec import Struct
 
 from aviso_workers import App, Notification, Reject
 from aviso_workers.errors import InvalidPositionError, NotFoundError
-from aviso_workers.state.own_streams import DEAD_LETTERS
+from aviso_workers.state import own_streams
 from tests import coming_from
 from tests.interop import conversations, programs
 from tests.interop.aviso_server import AvisoServer
 from tests.waits import PATIENCE_SECONDS
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "beside")
 
 pytestmark = pytest.mark.anyio
 
@@ -42,6 +44,7 @@ listeners:
 """
 LISTEN = """
 import json, sys, pyaviso
+
 client = pyaviso.AvisoClient(base_url=sys.argv[1], auth=pyaviso.Anonymous(), state_store=pyaviso.MemoryStore())
 listening = client.listen("mars", filter={"class": "od", "date": "20261120", "stream": "a.b"}, start_from=0)
 for _, notification in zip(range(int(sys.argv[2])), listening):

@@ -20,6 +20,7 @@ from aviso_workers import App, Notification
 from aviso_workers.server import NatsServer
 from tests.interop import conversations
 from tests.interop.aviso_server import AvisoServer
+from tests.waits import flushed
 
 pytestmark = pytest.mark.anyio
 
@@ -63,9 +64,9 @@ async def updates(server: NatsServer) -> AsyncIterator[Updates]:
     try:
         for subject in (UPDATED, REQUESTED):
             await client.subscribe(subject, cb=heard.hear)
-        await client.flush()
+        await flushed(client)
         yield heard
-        await client.flush()
+        await flushed(client)
     finally:
         await client.close()
 

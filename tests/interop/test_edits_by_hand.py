@@ -123,7 +123,7 @@ async def test_a_pause_holds_back_and_its_end_lets_go_on(
         told = await anyio.to_thread.run_sync(
             partial(shell.ours, "agents", "ls", "--seconds", "0.1", "--config", tmp_path / "config.yaml")
         )
-        assert "paused until" in told.stdout or "partly paused" in told.stdout, told
+        assert "paused: until" in told.stdout or "half paused" in told.stdout, told
         assert len(worker.handled) == EACH
         resume = partial(shell.nats, "consumer", "resume", *CONSUMER, "-f", *server)
         successful(await anyio.to_thread.run_sync(resume))

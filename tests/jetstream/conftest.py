@@ -15,6 +15,7 @@ class PlayedConnection:
 
     def __init__(self) -> None:
         self.nc = self
+        self.owner = ""
         self.wire = self
         self.ready = True
         self.settled_below = b"$JS.ACK."

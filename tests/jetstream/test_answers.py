@@ -11,7 +11,6 @@ from typing import Any
 import anyio
 import nats
 import pytest
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from aviso_workers import config
@@ -23,7 +22,7 @@ from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import inventory
 from aviso_workers.server import NatsServer
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, flushed
 
 pytestmark = pytest.mark.anyio
 
@@ -64,12 +63,6 @@ async def backend(nats_server: NatsServer, told: Told) -> AsyncGenerator[JetStre
         yield backend
 
 
-async def flush(client: Client) -> None:
-    """Return when the server has what was sent: the first PING of nats-py overtakes what waits to be written."""
-    await client.flush()
-    await client.flush()
-
-
 @asynccontextmanager
 async def answering(server: NatsServer, subject: str, *bodies: bytes) -> AsyncGenerator[list[str], None]:
     """Answer each message to the subject by all bodies; yields the subjects to which the answers went."""
@@ -83,7 +76,7 @@ async def answering(server: NatsServer, subject: str, *bodies: bytes) -> AsyncGe
 
     client = await nats.connect(server.url)
     await client.subscribe(subject, cb=answer)
-    await flush(client)
+    await flushed(client)
     yield replies
     await client.close()
 
@@ -252,7 +245,7 @@ async def test_what_did_not_come_from_the_consumer_is_not_delivered(
     heard = anyio.Event()
     client = await nats.connect(nats_server.url)
     await client.subscribe("$JS.API.CONSUMER.MSG.NEXT.MARS.>", cb=hear)
-    await flush(client)
+    await flushed(client)
     for name in ("MARS", "OTHER"):
         await backend.create_stream(StreamSpec(name=name, subjects=(f"{name.lower()}.>",)))
     await backend.put_consumer("OTHER", "one", {"durable_name": "one", "ack_policy": "explicit"}, action="create")
@@ -271,7 +264,7 @@ async def test_what_did_not_come_from_the_consumer_is_not_delivered(
             await heard.wait()
             await client.publish(pulls[-1], FOREIGN)
             await client.publish("$JS.API.CONSUMER.MSG.NEXT.OTHER.one", reply=pulls[-1])
-            await flush(client)
+            await flushed(client)
             await store(backend, "mars.od", b"own")
             await complete.wait()
         tasks.cancel_scope.cancel()

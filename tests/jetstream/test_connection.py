@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 from aviso_workers import config
 from aviso_workers.backends.jetstream import connection as module
 from aviso_workers.backends.jetstream.connection import NatsConnection
-from aviso_workers.errors import DeniedError, UnavailableError
+from aviso_workers.errors import DeniedError, RefusedError, UnavailableError
 from aviso_workers.server import NatsServer
 from tests.waits import LONG_SECONDS, PROMPT_SECONDS, stand_still
 
@@ -46,6 +46,29 @@ async def test_a_server_that_answers_has_what_was_sent_before(connection: NatsCo
         assert await connection.answers()
 
         assert connection.nc.stats["in_msgs"] == round_ * 100
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["X 0\r\n\r\nPUB $JS.API.STREAM.DELETE.VICTIM 0\r\n\r\nPUB Y", "MARS 1", "MARS\t", "M" * 5000],
+    ids=["commands", "blank", "tab", "long"],
+)
+async def test_nothing_leaves_of_a_request_whose_subject_would_be_more_than_that(
+    connection: NatsConnection, name: str
+) -> None:
+    """The name of a stream may be from the records of another app."""
+    await connection.api("STREAM.CREATE.VICTIM", {"name": "VICTIM", "subjects": ["victim.>"]})
+    with pytest.raises(RefusedError):
+        await connection.api(f"STREAM.INFO.{name}")
+    with pytest.raises(RefusedError):
+        await connection.request(f"$JS.API.STREAM.INFO.{name}", b"", timeout_seconds=1)
+    with pytest.raises(RefusedError):
+        connection.post(f"CONSUMER.MSG.NEXT.{name}.agent", b"", reply="_INBOX.1")
+    with pytest.raises(RefusedError):
+        await connection.listen(name, lambda _: None)
+    assert await connection.answers()
+    assert not connection.nc.stats["reconnects"]
+    assert (await connection.api("STREAM.DELETE.VICTIM"))["success"]
 
 
 async def test_who_may_not_hear_answers_is_denied_requests_and_not_publishes(connection: NatsConnection) -> None:

@@ -43,9 +43,9 @@ OTHERS = (
 @pytest.mark.parametrize("data", ANSWERS)
 @pytest.mark.parametrize("headers", [None, {}, {"Nats-Stream-Source": "MARS 12 > > mars"}])
 def test_an_answer_of_a_server_without_headers_is_told(data: bytes, headers: dict[str, str] | None) -> None:
-    message = Message(subject="$KV.app__newest.step", data=data, headers=headers)
+    message = Message(subject="$KV.app__table__newest.step", data=data, headers=headers)
     assert answers.is_stored_by_reply(message)
-    assert "reply subject $KV.app__newest.step" in answers.why_foreign(message)
+    assert "reply subject $KV.app__table__newest.step" in answers.why_foreign(message)
 
 
 @pytest.mark.parametrize("data", OTHERS)

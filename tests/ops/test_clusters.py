@@ -148,9 +148,9 @@ def test_the_monitoring_port_tells_of_accounts_streams_and_consumers(make: Make,
 
 
 OWN = (
-    *("aviso_workers_counters", "aviso_workers_dead_letters", "aviso_workers_retries"),
-    *("aviso_workers_schedule", "KV_aviso_workers_consumers", "KV_copies__sizes", "KV_copies_failures"),
-    *("KV_copies_leases", "KV_copies_timers"),
+    *("aviso_workers_counters__copies", "aviso_workers_dead_letters__copies", "aviso_workers_retries__copies"),
+    *("aviso_workers_schedule__MARS", "KV_copies__state", "KV_copies__table__sizes", "KV_copies__failures"),
+    *("KV_copies__leases", "KV_copies__timers"),
 )
 """What the app of `at_work` keeps beside the streams of its event types."""
 

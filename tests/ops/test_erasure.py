@@ -26,7 +26,7 @@ from aviso_workers.ops import backups
 from aviso_workers.ops.erasure import Eraser, Survey, replicas
 from aviso_workers.ops.erasure.suspects import suspects
 from aviso_workers.server import NatsServer
-from aviso_workers.state import consumer_records
+from aviso_workers.state import consumer_records, orders
 from tests.stories.processes import cluster
 from tests.waits import PATIENCE_SECONDS
 
@@ -140,7 +140,7 @@ async def test_what_waits_to_be_delivered_is_erased_and_never_comes(place: Place
         identifier = {"class": klass, "step": 1}
         await place.app.notify("mars", identifier, f"secret-of-{klass}-1.", deliver_after=3600)
     survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()
-    assert _found(survey) == {"aviso_workers_schedule": (1,)}
+    assert _found(survey) == {"aviso_workers_schedule__MARS": (1,)}
     left = await place.erase(where={"class": "od"})
     assert (left.findings, place.on_disk("secret-of-od-1."), place.on_disk("secret-of-rd-1.")) == ((), 0, 1)
 
@@ -193,7 +193,7 @@ async def test_dead_letters_are_erased_too(place: Place) -> None:
         stop = anyio.Event()
         working.start_soon(partial(place.app.session.work, place.app, stop, agents=place.app.agents))
         await place.notify("xx", range(2))
-        await place.until_stored("aviso_workers_dead_letters", 2)
+        await place.until_stored("aviso_workers_dead_letters__index", 2)
         stop.set()
     assert place.on_disk("secret-of-xx-0.") == 2
     left = await place.erase(where={"class": "xx", "step": 0})
@@ -202,7 +202,7 @@ async def test_dead_letters_are_erased_too(place: Place) -> None:
 
 
 async def test_copies_of_dead_letters_that_are_gone_are_found(place: Place) -> None:
-    await place.create("ARCHIVE", sources=[{"name": "aviso_workers_dead_letters"}])
+    await place.create("ARCHIVE", sources=[{"name": "aviso_workers_dead_letters__index"}])
     async with anyio.create_task_group() as working:
         stop = anyio.Event()
         working.start_soon(partial(place.app.session.work, place.app, stop, agents=place.app.agents))
@@ -211,7 +211,7 @@ async def test_copies_of_dead_letters_that_are_gone_are_found(place: Place) -> N
         stop.set()
     await place.create("MIRROR", mirror={"name": "ARCHIVE"})
     await place.until_stored("MIRROR", 2)
-    for stream in ("aviso_workers_dead_letters", "ARCHIVE"):
+    for stream in ("aviso_workers_dead_letters__index", "ARCHIVE"):
         await place.app.session.backend.purge_stream(stream)
     found = _found(
         await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "xx", "step": 0}).survey()
@@ -224,11 +224,11 @@ async def test_copies_of_dead_letters_that_are_gone_are_found(place: Place) -> N
 
 async def test_the_key_of_a_table_goes_with_its_history(place: Place) -> None:
     await place.notify("od", [1])
-    bucket = await place.app.session.backend.key_value("index__sums", history=5)
+    bucket = await place.app.session.backend.key_value("index__table__sums", history=5)
     for value in (b"secret-value", b"secret-value", b"another"):
         await bucket.put("od", value)
     await bucket.put("rd", b"of-somebody-else")
-    await place.erase(where={"class": "od"}, keys=["index__sums/od"])
+    await place.erase(where={"class": "od"}, keys=["index__table__sums/od"])
     assert [place.on_disk(text) for text in ("secret-value", "another", "of-somebody-else")] == [0, 0, 1]
     assert await bucket.get("od") is None
     assert (await bucket.get("rd")) is not None
@@ -402,39 +402,41 @@ async def test_the_record_tells_messages_from_those_of_a_stream_that_is_made_aga
 async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place: Place) -> None:
     backend = place.app.session.backend
     await place.notify("od", [1])
-    sums = await backend.key_value("index__sums")
+    sums = await backend.key_value("index__table__sums")
     for key, value in (("od", b"1"), ("rd", b'{"seen": ["od/7"]}'), ("other", b'{"mode": 12}')):
         await sums.put(key, value)
-    windows = await backend.key_value("index_windows_hourly")
+    windows = await backend.key_value("index__windows__hourly")
     await windows.put("=passed", b'{"settled": {}}')
     await windows.put("x=2Fod", b'{"open": {"0": 3}, "counted": {"1": 2.0}}')
-    await (await backend.key_value("index_windows_count_failures")).put("od", b'{"open": {"0": 3}}')
-    await (await backend.key_value("index_failures")).put("agent.MARS.1", b"1")
-    records = await consumer_records.bucket(backend)
+    await (await backend.key_value("index__windows__count_failures")).put("od", b'{"open": {"0": 3}}')
+    await (await backend.key_value("index__failures")).put("agent.MARS.1", b"1")
+    records = await consumer_records.bucket(backend, "index")
     await records.put("index/count/MARS", b'{"filter_subjects": ["mars.od.*"]}')
     noted = ("index/agents/count/failure", "index/agents/count/run")
     for key in noted:
         await records.put(key, b'{"text": "no index for od"}')
+    await (await orders.bucket(place.app.session.admin, "index")).put("index/timers/tick/pause", b'{"note": "no od"}')
     async with _counter_of(place) as counter:
         await counter.add("od")
         await counter.add("rd")
         survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()
         assert [(each.kind, each.name, each.keys, each.named) for each in survey.suspects] == [
-            ("bucket", "aviso_workers_consumers", 2, noted),
-            ("table", "index__sums", 3, ("od", "rd")),
-            ("windows", "index_windows_count_failures", 1, ("od",)),
-            ("windows", "index_windows_hourly", 1, ("x=2Fod",)),
+            ("bucket", "index__orders", 1, ("index/timers/tick/pause",)),
+            ("bucket", "index__state", 2, noted),
+            ("table", "index__table__sums", 3, ("od", "rd")),
+            ("windows", "index__windows__count_failures", 1, ("od",)),
+            ("windows", "index__windows__hourly", 1, ("x=2Fod",)),
             ("counter", "index__seen", 2, ("od",)),
         ]
-        keys = ["index__sums/od", "index__sums/rd", "index__seen/od"]
-        await place.erase(where={"class": "od"}, keys=[*keys, *(f"aviso_workers_consumers/{key}" for key in noted)])
+        keys = ["index__table__sums/od", "index__table__sums/rd", "index__seen/od"]
+        await place.erase(where={"class": "od"}, keys=[*keys, *(f"index__state/{key}" for key in noted)])
         assert await records.keys() == ["index/count/MARS"]
         assert await counter.items() == {"rd": 1}
         assert await counter.add("od") == 1
         assert await sums.keys() == ["other"]
     record = place.record()
-    assert record["by_keys_of"] == ["aviso_workers_consumers", "index__seen", "index__sums"]
-    assert record["may_hold_copies"][1] == {"kind": "table", "name": "index__sums", "keys": 3, "named": 2}
+    assert record["by_keys_of"] == ["index__seen", "index__state", "index__table__sums"]
+    assert record["may_hold_copies"][2] == {"kind": "table", "name": "index__table__sums", "keys": 3, "named": 2}
     assert "od" not in re.findall(r"[a-z]+", place.audit.read_text())
 
 
@@ -454,20 +456,20 @@ async def test_tables_windows_and_counters_that_may_hold_copies_are_named(place:
 async def test_a_value_is_found_in_a_key_unless_it_is_a_part_of_a_longer_word(
     place: Place, value: str, text: str, found: bool
 ) -> None:
-    await (await place.app.session.backend.key_value("index__sums")).put("one", json.dumps(text).encode())
+    await (await place.app.session.backend.key_value("index__table__sums")).put("one", json.dumps(text).encode())
     admin = place.app.session.admin
-    infos = {"KV_index__sums": await admin.stream_info("KV_index__sums")}
+    infos = {"KV_index__table__sums": await admin.stream_info("KV_index__table__sums")}
     [suspect] = await suspects(admin, infos, [value])
     assert suspect.named == (("one",) if found else ())
 
 
 async def test_a_key_that_is_not_there_is_told_and_what_it_was_to_erase_is_not_proven(place: Place) -> None:
     await place.notify("od", [1])
-    sums = await place.app.session.backend.key_value("index__sums")
+    sums = await place.app.session.backend.key_value("index__table__sums")
     await sums.put("od", b"1")
-    left = await place.erase(where={"class": "od"}, keys=["index__sums/od", "index__sums/0d"])
+    left = await place.erase(where={"class": "od"}, keys=["index__table__sums/od", "index__table__sums/0d"])
     assert [(each.where, each.why) for each in left.unreached] == [
-        ("KV_index__sums", "1 of the keys that were given for it is not there")
+        ("KV_index__table__sums", "1 of the keys that were given for it is not there")
     ]
     assert (left.whole, await sums.keys(), place.record()["state"]) == (False, [], "incomplete")
     assert "0d" not in place.audit.read_text()

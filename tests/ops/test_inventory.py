@@ -157,8 +157,8 @@ def test_consumers_are_listed_and_shown(run: Run, config: Path, publish: Publish
     assert (ran.code, found) == (
         1,
         {
-            "all": ([], 2, "2 pending, and no worker pulls them"),
-            "new": (["orders.new"], 1, "1 pending, and no worker pulls them"),
+            "all": ([], 2, "2 pending, and no client pulls them"),
+            "new": (["orders.new"], 1, "1 pending, and no client pulls them"),
         },
     )
     (paid,) = (row for row in map(json.loads, ran.lines) if row["consumer"] == "all")
@@ -183,7 +183,7 @@ def test_the_account_shows_its_use_and_its_limits(
         report = run("report", "account", "--json", "--config", config)
     found = {row["what"]: (row["used"], row["limit"]) for row in listed(report)}
     assert found["streams"] == (1, 10)
-    assert found["consumers"] == (0, 20)
+    assert found["consumers; the limit is for each stream"] == (0, 20)
     assert (found["bytes in memory"][1], found["bytes on disk"][1]) == (1000000, 2000000)
     assert found["requests to the API"][0] > 0
     assert "of which failed" in found

@@ -16,7 +16,7 @@ from aviso_workers import App, Notification
 from aviso_workers.backends import Admin, open_backend
 from aviso_workers.config import Config
 from aviso_workers.errors import UnavailableError
-from aviso_workers.ops import agent_report, reports
+from aviso_workers.ops import agent_report, snapshots
 from aviso_workers.ops.doctor import facts
 from aviso_workers.server.processes import Node
 from tests.ops.doctor.conftest import write
@@ -95,43 +95,25 @@ async def until_led(admin: Admin) -> None:
             return
 
 
-async def test_what_agents_report_waits_for_all_lost_streams_at_the_same_time(asked: Asked) -> None:
-    async with asked.listening() as requests:
-        report = await agent_report.of_deployment(asked.admin, asked.config)
-    assert [(each.agent, each.unanswered) for each in report] == [
-        ("index_diss", True),
-        ("index_kept", False),
-        ("index_mars", True),
-    ]
-    at = {name: [n for n, each in enumerate(requests) if each == name] for name in requests}
-    begins = [at[f"{request}.{stream}"][0] for request in ("CONSUMER.LIST", "STREAM.INFO") for stream in LOST]
-    again = [
-        at[f"STREAM.INFO.{stream}"][1] for stream in LOST
-    ]  # a question that a cluster has not answered for a second
-    assert max(begins) < min(again), requests
-    assert requests.count("STREAM.NAMES") - at["STREAM.NAMES"].index(max(at["STREAM.NAMES"])) == 1, requests
-
-
-async def test_what_an_earlier_report_has_found_lost_is_not_asked_for(asked: Asked) -> None:
-    app = App("field", config=asked.config)
-
-    @app.agent("mars", name="index_mars")
-    async def index(notification: Notification[Any]) -> None: ...
-
-    async with asked.listening() as requests:
-        (report,) = await agent_report.of_app(asked.admin, asked.config, app, unavailable=LOST)
-    assert report.unanswered
-    assert not [each for each in requests if each.endswith(LOST)], requests
+async def test_of_agents_of_lost_streams_it_is_not_known_how_they_are(asked: Asked) -> None:
+    before, now = await snapshots.take(asked.admin), await snapshots.take(asked.admin)
+    found = await agent_report.of_server(asked.admin, asked.config, now, before)
+    states = {each.facts.agent: each.judgement for each in found}
+    assert {agent: each.state for agent, each in states.items() if each.state == "unknown"} == {
+        "index_diss": "unknown",
+        "index_mars": "unknown",
+    }
+    assert "no server answers for MARS" in states["index_mars"].why
 
 
 async def test_a_snapshot_and_the_doctor_wait_for_one_listing(asked: Asked) -> None:
     async with asked.listening() as requests:
-        snapshot = await reports.take(asked.admin)
+        snapshot = await snapshots.take(asked.admin)
     assert snapshot.unavailable == [*LOST]
     assert requests.count("STREAM.LIST") == 1, requests
     async with asked.listening() as requests:
         found = await facts.gather(asked.admin, asked.config, facts.Scope(seconds=0.1))
     assert found.before.unavailable == found.after.unavailable == frozenset(LOST)
-    assert {"KEPT", "aviso_workers_retries"} <= found.after.streams.keys()
+    assert {"KEPT", "aviso_workers_retries__field"} <= found.after.streams.keys()
     assert "streams" not in found.unknown
     assert requests.count("STREAM.LIST") == 1, requests

@@ -11,8 +11,9 @@ from msgspec import structs
 from aviso_workers import App
 from aviso_workers.backends import Administration
 from aviso_workers.jetstream.info import Cluster, Replica
-from aviso_workers.ops import reports
-from aviso_workers.ops.reports import ConsumerRow, ServerSnapshot, StreamRow
+from aviso_workers.ops import reports, snapshots
+from aviso_workers.ops.reports import ConsumerRow, StreamRow
+from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.server import NatsServer
 from aviso_workers.state.consumer_records import ConsumerRecord
 
@@ -46,7 +47,7 @@ class Place:
             await self.server.request((await heard.receive()).reply, answer)
 
     async def look(self) -> ServerSnapshot:
-        return await reports.take(self.app.session.admin)
+        return await snapshots.take(self.app.session.admin)
 
 
 @pytest.fixture
@@ -91,10 +92,10 @@ async def test_a_stream_without_limits_and_messages_has_neither(place: Place) ->
 async def test_a_lag_that_shrinks_is_gone_some_time(place: Place) -> None:
     await place.create("MARS")
     await place.publish("MARS", 10)
-    await place.consumer("MARS", "index__field")
+    await place.consumer("MARS", "client")
     before = await place.look()
     for _ in range(4):
-        await place.settle("MARS", "index__field")
+        await place.settle("MARS", "client")
     now = structs.replace(await place.look(), at=before.at + 2)
     row = consumer_row(now, before)
     assert (row.pending, row.lag, row.rate, row.drain_seconds, row.stuck) == (6, 6, -2.0, 3.0, "")
@@ -102,7 +103,7 @@ async def test_a_lag_that_shrinks_is_gone_some_time(place: Place) -> None:
 
 async def test_a_lag_that_grows_is_never_gone(place: Place) -> None:
     await place.create("MARS")
-    await place.consumer("MARS", "index__field")
+    await place.consumer("MARS", "client")
     before = await place.look()
     await place.publish("MARS", 10)
     row = consumer_row(structs.replace(await place.look(), at=before.at + 2), before)
@@ -112,10 +113,10 @@ async def test_a_lag_that_grows_is_never_gone(place: Place) -> None:
 
 async def test_what_nobody_takes_is_stuck(place: Place) -> None:
     await place.create("MARS")
-    await place.consumer("MARS", "index__field")
+    await place.consumer("MARS", "client")
     await place.publish("MARS", 1)
     row = consumer_row(later(await place.look(), 1), await place.look())
-    assert row.stuck == "1 pending, and no worker pulls them"
+    assert row.stuck == "1 pending, and no client pulls them"
 
 
 async def test_what_was_delivered_just_now_is_not_stuck(place: Place) -> None:
@@ -127,7 +128,7 @@ async def test_what_was_delivered_just_now_is_not_stuck(place: Place) -> None:
     assert not consumer_row(later(look, 1), look).stuck
 
 
-async def test_one_that_is_unfinished_for_long_is_stuck_although_others_are_settled(place: Place) -> None:
+async def test_a_consumer_of_an_agent_says_how_the_agent_is(place: Place) -> None:
     """A worker recorded that the ack floor had stood for ten minutes."""
     await place.create("MARS")
     await place.publish("MARS", 2)
@@ -136,26 +137,27 @@ async def test_one_that_is_unfinished_for_long_is_stuck_although_others_are_sett
     await place.settle("MARS", "index__field")
     look = await place.look()
     consumer = look.consumers["MARS", "index__field"]
+    created = look.streams["MARS"].created
+    assert created is not None
     record = ConsumerRecord(
-        stream_created=consumer.time,
+        stream_created=created,
         ack_floor=0,
         filter_subjects=(),
         time=consumer.time,
         unfinished_since=consumer.time - timedelta(minutes=10),
     )
     assert consumer.last_settled, "the second one was just now"
-    assert not consumer_row(look, look).stuck
     known = structs.replace(look.recorded, consumers={("MARS", "index__field"): record})
     recorded = structs.replace(look, recorded=known)
     assert consumer_row(recorded, recorded).stuck == (
-        "1 delivered and not finished; the oldest one, after sequence 0, for 10 min"
+        "stuck: 1 are delivered and not finished, the oldest after sequence 0"
     )
 
 
 async def test_what_is_paused_is_not_stuck(place: Place) -> None:
     await place.create("MARS")
     await place.publish("MARS", 3)
-    await place.consumer("MARS", "index__field", pause_until="2099-01-01T00:00:00Z")
+    await place.consumer("MARS", "client", pause_until="2099-01-01T00:00:00Z")
     look = await place.look()
     row = consumer_row(later(look, 1), look)
     assert (row.paused, row.stuck) == (True, "")

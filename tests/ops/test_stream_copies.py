@@ -14,14 +14,20 @@ from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran, run  # noqa: F401
+from tests.conftest import Start
 
 Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def target(tmp_path: Path, write_config: Callable[..., Path]) -> Iterator[Path]:
+def target_server(tmp_path: Path) -> Iterator[NatsServer]:
     with NatsServer.start(store_dir=tmp_path / "target") as server:
-        yield write_config(server.url, name="target.yaml")
+        yield server
+
+
+@pytest.fixture
+def target(target_server: NatsServer, write_config: Callable[..., Path]) -> Path:
+    return write_config(target_server.url, name="target.yaml")
 
 
 @pytest.fixture
@@ -100,6 +106,24 @@ def test_a_copy_that_lacks_what_was_stored_meanwhile_says_what_is_next(
     assert (followed.code, followed.lines[-1]) == (0, "MARS takes mars.> there"), followed.err
     assert "5 messages up to 6" in followed.out
     assert run("notify", "mars", "class=od", "step=8", "-c", target).out.startswith("mars@7")
+
+
+def test_a_copy_that_follows_waits_while_its_server_is_away(
+    run: Run,  # noqa: F811
+    start: Start,
+    source: Path,
+    target: Path,
+    target_server: NatsServer,
+) -> None:
+    following = start("streams", "copy", "MARS", "--to-config", target, "--follow", "-c", source)
+    assert following.lines(1) == ["MARS: 4 messages and 0 consumers copied and compared\n"]
+    target_server.stop()
+    following.until_told("waiting: ")
+    assert run("notify", "mars", "class=od", "step=9", "-c", source).code == 0
+    with NatsServer.start(store_dir=target_server.store_dir, port=target_server.port):
+        assert run("mirror", "fence", "MARS", "--yes", "-c", source).code == 0
+        assert following.end() == 0
+        assert len(run("replay", "mars", "-c", target).lines) == 5
 
 
 def test_a_copy_under_another_name_does_not_follow(run: Run, source: Path, target: Path) -> None:  # noqa: F811

@@ -18,7 +18,7 @@ from aviso_workers.errors import DeniedError, UnansweredError
 from aviso_workers.events import AgentDisturbed, LeadershipHindered, PermissionDenied
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
-from tests.waits import LONG_SECONDS, PATIENCE_SECONDS, PROMPT_SECONDS
+from tests.waits import LONG_SECONDS, PATIENCE_SECONDS, PROMPT_SECONDS, flushed
 
 pytestmark = pytest.mark.anyio
 
@@ -44,7 +44,7 @@ async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Pa
             for subject in (
                 f"$JS.ACK.MARS.field__index.1.{number}.1.1.0",
                 f"$JS.ACK.MARS.field__other.1.{number}.1.1.0",
-                f"$KV.field_failures.{number}",
+                f"$KV.field__failures.{number}",
                 f"$JS.API.CONSUMER.MSG.NEXT.MARS.{number}",
                 f"mars.od.{number}",
             ):
@@ -57,7 +57,7 @@ async def test_what_is_denied_is_told_once_for_each_kind_of_subject(tmp_path: Pa
         "publish to $js.ack.mars.field__index.>",
         "publish to $js.ack.mars.field__other.>",
         "publish to $js.api.consumer.msg.next.>",
-        "publish to $kv.field_failures.>",
+        "publish to $kv.field__failures.>",
         "publish to mars.>",
     ]
     assert remembered <= MAX_DENIALS
@@ -102,7 +102,7 @@ async def test_a_request_is_not_ended_for_one_whose_subject_differs_in_case(tmp_
             await message.respond(b"done")
 
         await server_side.subscribe("svc.orders", cb=answer)
-        await server_side.flush()
+        await flushed(server_side)
         with anyio.fail_after(PATIENCE_SECONDS):
             async with anyio.create_task_group() as tasks:
 
@@ -121,7 +121,7 @@ async def test_a_request_is_not_ended_for_one_whose_subject_differs_in_case(tmp_
 async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_path: Path) -> None:
     users = (
         "authorization { users: [{user: worker, password: right, "
-        "permissions: {publish: {deny: ['$KV.aviso_workers_processes.>']}}}] }\n"
+        "permissions: {publish: {deny: ['$KV.field__live.>']}}}] }\n"
     )
     with NatsServer.start(store_dir=tmp_path / "store", config=users) as server:
         app = App("field", config=write_mars_config(tmp_path / "c.yaml", server.url, user="worker", password="right"))
@@ -141,7 +141,7 @@ async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_pa
             async with app.running():
                 await ticked.wait()
                 await told.wait()
-    assert stated == ["publish to $kv.aviso_workers_processes.>"]
+    assert stated == ["publish to $kv.field__live.>"]
 
 
 @pytest.mark.parametrize("read", ["replay", "watch"])
@@ -169,7 +169,7 @@ async def test_a_reading_whose_account_lacks_an_import_ends_and_names_the_reques
     tmp_path: Path, read: str, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replay, "MAX_UNANSWERED", 2)
-    requests = ("INFO", "STREAM.INFO.MARS", "STREAM.MSG.GET.MARS", "CONSUMER.CREATE.MARS", "CONSUMER.MSG.NEXT.MARS.*")
+    requests = ("INFO", "STREAM.INFO.MARS", "STREAM.MSG.GET.MARS", "CONSUMER.CREATE.MARS.*", "CONSUMER.MSG.NEXT.MARS.*")
     imported = [f"$JS.API.{request}" for request in requests if not request.startswith(lacking)]
     imports = ", ".join(f'{{service: {{account: OWNER, subject: "{subject}"}}}}' for subject in imported)
     accounts = (
@@ -225,7 +225,7 @@ async def test_a_denied_settlement_of_a_server_with_longer_replies_is_told(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "bucket"),
-    [(Rate(100, per=1), "field_limits"), (Slots(1), "field_leases")],
+    [(Rate(100, per=1), "field__limits"), (Slots(1), "field__leases")],
     ids=["rate", "slots"],
 )
 async def test_without_the_right_to_the_bucket_of_a_limit_nothing_begins_and_the_cure_is_told_once(

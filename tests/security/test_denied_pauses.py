@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_worker_without_the_right_runs_its_timers(tmp_path: Path) -> None:
-    denied = {"publish": {"deny": ["$JS.API.STREAM.*.KV_aviso_workers_consumers"]}}
+    denied = {"publish": {"deny": ["$JS.API.STREAM.*.KV_field__orders"]}}
     user = {"user": "worker", "password": "worker", "permissions": denied}
     ticks: list[Tick] = []
     stop = anyio.Event()

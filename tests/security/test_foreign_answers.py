@@ -30,7 +30,7 @@ from aviso_workers.ops import permissions
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
 from tests.security.test_roles import EVERYTHING, NOWHERE, denied, user
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, flushed
 
 pytestmark = pytest.mark.anyio
 
@@ -174,8 +174,7 @@ async def test_a_worker_goes_on_when_an_acknowledgement_comes_to_its_pulls(tmp_p
             pulls.append(message.reply)
 
         await client.subscribe("$JS.API.CONSUMER.MSG.NEXT.MARS.>", cb=hear)
-        await client.flush()
-        await client.flush()  # the first PING overtakes what waits to be written
+        await flushed(client)
         stop = anyio.Event()
         with anyio.fail_after(PATIENCE_SECONDS):
             async with app, anyio.create_task_group() as tasks:
@@ -185,7 +184,7 @@ async def test_a_worker_goes_on_when_an_acknowledgement_comes_to_its_pulls(tmp_p
                 attacker = await nats.connect(running.url, user="attacker", password="attacker")
                 for _ in range(3):
                     await attacker.publish("other.forged", b"{}", reply=pulls[0])
-                await attacker.flush()
+                await flushed(attacker)
                 while len(foreign) < 3:
                     await app.session.backend.clock.sleep(0.01)
                 await client.request("$JS.API.STREAM.PURGE.MARS")

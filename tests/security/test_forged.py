@@ -14,10 +14,11 @@ import pytest
 from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.events import Settled, Ticked, Unreadable
 from aviso_workers.server import NatsServer
-from aviso_workers.state import dead_letter_records
-from aviso_workers.state.own_streams import RETRIES
+from aviso_workers.state import dead_letter_records, own_streams
 from tests.conftest import write_mars_config
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, flushed
+
+RETRIES = own_streams.of_app(own_streams.RETRIES, "field")
 
 pytestmark = pytest.mark.anyio
 
@@ -72,7 +73,7 @@ async def test_a_worker_goes_on_after_all_of_its_state_was_forged_and_tells_of_e
                     before = await bucket.revision()
                     subject = f"$KV.{name.removeprefix('KV_')}.{key}"
                     await attacker.publish("mars.attack.1", b"{}", reply=subject)
-                    await attacker.flush()
+                    await flushed(attacker)
                     with anyio.fail_after(PATIENCE_SECONDS):
                         while await bucket.revision() == before:  # noqa: ASYNC110
                             await anyio.sleep(0.01)

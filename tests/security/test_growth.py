@@ -17,6 +17,8 @@ import aviso_agents
 import aviso_workers
 from aviso_workers.aviso import payloads, spatial
 from aviso_workers.aviso.spatial import Box
+from aviso_workers.config.conversion import Reader
+from aviso_workers.config.documents import KeyPlace
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream import subjects
 
@@ -193,3 +195,17 @@ def test_a_polygon_whose_points_are_next_to_nothing_apart_is_compared_at_once() 
     polygon = spatial.parse_polygon([*map(list, ring), list(ring[0])])
 
     assert seconds(lambda: polygon.contains((1e-310, 1e-309))) < 0.3
+
+
+def test_a_mistake_takes_no_longer_to_find_among_many() -> None:
+    """Whoever writes what an app declares may make thousands of them."""
+
+    def read(times: int) -> None:
+        reader = Reader(unused="")
+        reader.places[""] = KeyPlace(rank=0, line=0, source="app b")
+        for number in range(times):
+            reader.refuse(f"notification_schema.z{number}.identifier", "is missing")
+            assert reader.is_wrong(f"notification_schema.z{number}")
+            assert not reader.is_wrong("notification_schema.z")
+
+    assert growth(read) < MAX_GROWTH

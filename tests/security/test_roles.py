@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -23,23 +22,28 @@ from aviso_agents import spark_events
 from aviso_workers import App, Notification, Rate, RetryPolicy, Slots, Window, Windowing, cli
 from aviso_workers import config as settings
 from aviso_workers.aviso.codec import Message
-from aviso_workers.backends.jetstream import JetStreamBackend, unreadable
+from aviso_workers.backends import Backend, open_backend
 from aviso_workers.backends.jetstream.server_versions import PING
 from aviso_workers.config.nats_server import Permissions, Subjects
-from aviso_workers.errors import NotFoundError
+from aviso_workers.errors import DeniedError, NotFoundError
+from aviso_workers.jetstream import reader_names
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.jetstream.subjects import pattern
-from aviso_workers.ops import permissions
+from aviso_workers.ops import permissions, role_streams, stream_policy
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import writers
 from aviso_workers.spark.data_source import AvisoDataSource
-from aviso_workers.state import dead_letter_records
-from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
+from aviso_workers.state import dead_letter_records, delayed_messages, own_streams
 from tests.conftest import write_mars_config
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, flushed
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "field")
+RETRIES = own_streams.of_app(own_streams.RETRIES, "field")
 
 pytestmark = pytest.mark.anyio
 
 EVERYTHING = json.dumps({"user": "everything", "password": "everything"})
+DELAYED = delayed_messages.stream_of("MARS")
 NOWHERE = "nats://127.0.0.1:1"
 Configure = Callable[..., Path]
 Scenario = Callable[[Configure], Awaitable[None]]
@@ -80,11 +84,8 @@ def an_app(config: Path) -> App:
 
 
 async def publish(configure: Configure) -> None:
-    for changed in CHANGES:
-        async with App("publisher", config=configure(**changed)) as app:
-            await publish_with(app)
-            if changed:
-                await find_the_server_unreadable(app)
+    async with App("publisher", config=configure()) as app:
+        await publish_with(app)
 
 
 async def publish_with(app: App) -> None:
@@ -94,12 +95,6 @@ async def publish_with(app: App) -> None:
     await app.cancel("mars", "later")
 
 
-async def find_the_server_unreadable(app: App) -> None:
-    backend = app.session.backend
-    assert isinstance(backend, JetStreamBackend)
-    await unreadable.mark(backend, "MARS")
-
-
 async def deliver_later(app: App) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=1)
     await app.notify("mars", {"class": "od", "step": 2}, {"n": 1}, deliver_at=soon)
@@ -107,18 +102,31 @@ async def deliver_later(app: App) -> None:
 
 
 async def work(configure: Configure) -> None:
-    for changed in CHANGES:
-        app = an_app(configure(**changed))
-        async with app, working(app):
-            await publish_with(app)
-            if not changed:
-                await deliver_later(app)
-            await until_messages(app, DEAD_LETTERS, lambda count: count > 0)
-            async for _ in app.replay("mars"):
-                pass
-            if changed:
-                await read_what_is_seldom_read(app)
-                await find_the_server_unreadable(app)
+    app = an_app(configure())
+    async with app, working(app):
+        await publish_with(app)
+        await deliver_later(app)
+        await until_messages(app, DEAD_LETTERS, lambda count: count > 0)
+        async for _ in app.replay("mars"):
+            pass
+        await read_by_each_name_of_the_app(app)
+        await read_what_is_seldom_read(app)
+
+
+async def read_by_each_name(backend: Backend, owner: str, *streams: str) -> None:
+    """Read as often at once as the owner may."""
+    for stream in streams:
+        async with AsyncExitStack() as open_readings:
+            for _ in reader_names.names(owner, stream):
+                reading = await open_readings.enter_async_context(aclosing(backend.read(stream, filter_subjects=())))
+                await anext(reading)
+
+
+async def read_by_each_name_of_the_app(app: App) -> None:
+    tomorrow = datetime.now(UTC) + timedelta(days=1)
+    await app.notify("mars", {"class": "od", "step": 1}, {"n": 1}, deliver_at=tomorrow, message_id="read")
+    await read_by_each_name(app.session.backend, app.name, "MARS", DELAYED)
+    await app.cancel("mars", "read")
 
 
 async def read_what_is_seldom_read(app: App) -> None:
@@ -126,18 +134,17 @@ async def read_what_is_seldom_read(app: App) -> None:
     backend = app.session.backend
     for stream in (DEAD_LETTERS, DELAYED, "MARS"):
         assert await backend.message(stream, 10_000) is None
-    # As where an empty stream is read with another key order.
-    letters = backend.read(DEAD_LETTERS, filter_subjects=(), start_sequence=10_000, last_sequence=10_000)
-    assert [letter async for letter in letters] == []
     for bucket in (
-        "field__newest",
-        "field_failures",
-        "field_leases",
-        "field_limits",
-        "field_timers",
-        "field_windows_daily",
+        "field__table__newest",
+        "field__failures",
+        "field__leases",
+        "field__limits",
+        "field__timers",
+        "field__windows__daily",
     ):
         await (await backend.key_value(bucket)).get("nothing")
+    with suppress(NotFoundError):  # no operator has ordered anything
+        await backend.message("KV_field__orders", last_by_subject="$KV.field__orders.nothing")
 
 
 def a_bridge(config: Path) -> App:
@@ -157,28 +164,25 @@ def a_bridge(config: Path) -> App:
 
 
 async def bridge(configure: Configure) -> None:
-    for changed in CHANGES:
-        app = a_bridge(configure(**changed))
-        async with app, working(app):
-            await publish_with(app)
-            if not changed:
-                await deliver_later(app)
-            if changed:
-                for stream in (DELAYED, "MARS"):
-                    assert await app.session.admin.message(stream, 10_000) is None
-                bucket = await app.session.backend.key_value(spark_events.BUCKET)
-                assert await bucket.get("nothing") is None
-                await find_the_server_unreadable(app)
+    app = a_bridge(configure())
+    async with app, working(app):
+        await publish_with(app)
+        await deliver_later(app)
+        for stream in (DELAYED, "MARS"):
+            assert await app.session.admin.message(stream, 10_000) is None
+        bucket = await app.session.backend.key_value(spark_events.BUCKET)
+        assert await bucket.get("nothing") is None
+        await read_by_each_name_of_the_app(app)
+        await read_by_each_name(app.session.backend, app.name, f"KV_{spark_events.BUCKET}")
 
 
 async def run_jobs(configure: Configure) -> None:
-    for changed in CHANGES:
-        config = configure(**changed)
-        await anyio.to_thread.run_sync(write_and_read, config)
-        if changed:
-            async with App("job", config=config) as app:
-                assert await app.session.backend.message("MARS", 10_000) is None
-                await find_the_server_unreadable(app)
+    config = configure()
+    await anyio.to_thread.run_sync(write_and_read, config)
+    async with App("job", config=config) as app:
+        assert await app.session.backend.message("MARS", 10_000) is None
+    async with open_backend(app.config, owner=reader_names.SPARK) as backend:
+        await read_by_each_name(backend, reader_names.SPARK, "MARS")
 
 
 def write_and_read(config: Path) -> None:
@@ -219,7 +223,7 @@ async def operate(configure: Configure) -> None:
             async for _ in snapshot.chunks:
                 pass
         await (await backend.key_value("bucket")).put("key", b"value")
-        await app.session.own_streams.ensure(dead_letter_records.retries_spec(app.config))
+        await app.session.own_streams.ensure(dead_letter_records.retries_spec("field", app.config))
         retried = Message(subject=dead_letters, data=b"{}", headers={})
         await backend.publish(retried, message_id="one", stream=RETRIES, timeout_seconds=10.0)
 
@@ -247,9 +251,7 @@ async def until_messages(app: App, stream: str, holds: Callable[[int], bool]) ->
         await app.session.backend.clock.sleep(0.05)
 
 
-CHANGES: tuple[dict[str, object], ...] = ({}, {"retention_time": "30d", "replicas": 2})
-"""The second time, streams are to be changed; more replicas than servers are refused, which is not denied."""
-RARE = {"$JS.API.CONSUMER.UNPIN.aviso_workers_retries.field__alone", "$JS.SNAPSHOT.ACK.MARS.1", PING}
+RARE = {f"$JS.API.CONSUMER.UNPIN.{RETRIES}.field__alone", "$JS.SNAPSHOT.ACK.MARS.1", PING}
 """What is sent when a worker ends while a singleton's dead letters are tried again, in the backup of much, and in a
 cluster."""
 SCENARIOS: dict[permissions.Role, Scenario] = {
@@ -277,6 +279,28 @@ def granted(role: permissions.Role, config: Path) -> Permissions:
             return permissions.of_publisher(App("any", config=config).config)
 
 
+def own_streams_of(role: permissions.Role, config: Path) -> list[StreamSpec]:
+    app = an_app(config)
+    match role:
+        case "worker":
+            return role_streams.of_worker(app, app.config)
+        case "bridge":
+            return role_streams.of_worker(a_bridge(config), app.config, opened=[spark_events.BUCKET])
+        case "spark":
+            return role_streams.of_spark(app.config)
+        case _:
+            return role_streams.of_publisher(app.config)
+
+
+async def make_streams(config: Path, own: Sequence[StreamSpec]) -> None:
+    """Make what `streams apply --role` does."""
+    async with App("operator", config=config) as operator:
+        admin = operator.session.admin
+        for plan in await stream_policy.plans(admin, operator.config, own):
+            await stream_policy.carry_out(admin, operator.config, plan)
+        assert not any(plan.needed for plan in await stream_policy.plans(admin, operator.config, own))
+
+
 def user(name: str, allowed: Permissions) -> str:
     rights = {side: {"allow": list(getattr(allowed, side).allow)} for side in ("publish", "subscribe")}
     return json.dumps({"user": name, "password": name, "permissions": rights})
@@ -292,9 +316,9 @@ async def heard_by_everybody(server: NatsServer) -> AsyncGenerator[set[str], Non
 
     client = await nats.connect(server.url, user="everything", password="everything")
     await client.subscribe(">", cb=hear, pending_msgs_limit=0)
-    await client.flush()
+    await flushed(client)
     yield heard
-    await client.flush()  # behind what was published
+    await flushed(client)  # behind what was published
     await client.drain()  # and handed to `hear`, which `close` does not wait for
 
 
@@ -310,8 +334,7 @@ async def denied(server: NatsServer, name: str, *, publish: str = "", subscribe:
         await client.publish(publish, b"")
     if subscribe:
         await client.subscribe(subscribe)
-    await client.flush()
-    await client.flush()  # the first PING overtakes what waits to be written
+    await flushed(client)
     await client.close()
     return any("permissions violation" in each.lower() for each in said)
 
@@ -329,10 +352,12 @@ async def test_a_role_works_and_needs_every_line(role: permissions.Role, tmp_pat
     users = ", ".join([user("role", rights), *without, *deaf, EVERYTHING])
     accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{users}] }} }}\n"
     with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
+        everything = configure(server.url, user="everything", password="everything")
+        await make_streams(everything, own_streams_of(role, everything))
         async with heard_by_everybody(server) as heard:
             heard |= RARE
-            await SCENARIOS[role](lambda **changed: configure(server.url, **login, **changed))
-        assert "ermissions Violation" not in server.log
+            await SCENARIOS[role](lambda: configure(server.url, **login))
+        assert " Violation - " not in server.log
 
         needed = {line: only_by(line, lines, heard) for line in lines}
         assert not (unneeded := {line for line, subjects in needed.items() if not subjects}), "\n".join(unneeded)
@@ -353,24 +378,38 @@ def only_by(line: str, lines: Sequence[str], heard: set[str]) -> list[str]:
     return [subject for subject in heard if pattern([line]).fullmatch(subject) and not others.fullmatch(subject)]
 
 
-async def test_a_worker_whose_streams_an_operator_has_created_needs_no_right_to_create_any(tmp_path: Path) -> None:
+async def test_a_worker_without_its_streams_says_which_and_by_which_command_they_are_made(tmp_path: Path) -> None:
     def configure(url: str = NOWHERE, **jetstream: object) -> Path:
         return write_mars_config(tmp_path / "config.yaml", url, **jetstream)
 
-    observing = {"stream_management": "observe"}
-    users = ", ".join([user("role", granted("worker", configure(**observing))), EVERYTHING])
+    users = ", ".join([user("role", granted("worker", configure())), EVERYTHING])
     accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{users}] }} }}\n"
     with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
+        app = an_app(configure(server.url, user="role", password="role"))
+        async with app:
+            said = "stream {} is missing, and our user may not create it: .*`aviso-workers streams apply --role`"
+            with pytest.raises(DeniedError, match=said.format("MARS")):
+                await app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
+            with pytest.raises(DeniedError, match=said.format("KV_field__state")):
+                await app.session.backend.key_value("field__state")
 
-        def are_more(than: int, count: int) -> bool:
-            return count > than
 
-        for name, management, dead_letters in (("everything", {}, 0), ("role", observing, 1)):
-            app = an_app(configure(server.url, user=name, password=name, **management))
-            async with app, working(app):
-                await publish_with(app)
-                await until_messages(app, DEAD_LETTERS, partial(are_more, dead_letters))
-        assert "ermissions Violation" not in server.log
+async def test_the_role_of_a_former_version_is_refused_with_the_right_that_is_missing(tmp_path: Path) -> None:
+    def configure(url: str = NOWHERE, **jetstream: object) -> Path:
+        return write_mars_config(tmp_path / "config.yaml", url, **jetstream)
+
+    rights = granted("worker", configure(user="role", password="role"))
+    former = "$KV.aviso_workers_consumers.>", "$JS.API.STREAM.INFO.KV_aviso_workers_consumers"
+    lines = (*(line for line in rights.publish.allow if "__" not in line or ".field__" in line), *former)
+    old = structs.replace(rights, publish=Subjects(allow=lines))
+    accounts = f"accounts: {{ DATA: {{ jetstream: enabled, users: [{user('role', old)}, {EVERYTHING}] }} }}\n"
+    with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
+        everything = configure(server.url, user="everything", password="everything")
+        await make_streams(everything, own_streams_of("worker", everything))
+        app = an_app(configure(server.url, user="role", password="role"))
+        with pytest.raises(DeniedError, match=r"INFO\.KV_field__state.*`aviso-workers server render --role worker`"):
+            async with app.running():
+                await anyio.sleep_forever()
 
 
 def test_a_worker_may_use_the_lease_by_which_one_of_all_closes_windows(tmp_path: Path) -> None:
@@ -381,28 +420,28 @@ def test_a_worker_may_use_the_lease_by_which_one_of_all_closes_windows(tmp_path:
         pass
 
     lines = permissions.of_worker(app, app.config).publish.allow
-    assert {"$KV.field_leases.>", "$JS.API.STREAM.INFO.KV_field_leases"} <= {*lines}
-    assert "$KV.field_timers.>" not in lines
+    assert {"$KV.field__leases.>", "$JS.API.STREAM.INFO.KV_field__leases"} <= {*lines}
+    assert "$KV.field__timers.>" not in lines
 
 
-def test_where_an_operator_creates_streams_no_other_role_may(tmp_path: Path) -> None:
-    config = write_mars_config(tmp_path / "config.yaml", NOWHERE, stream_management="observe")
+def test_no_role_but_the_operators_may_create_or_update_a_stream(tmp_path: Path) -> None:
+    config = write_mars_config(tmp_path / "config.yaml", NOWHERE)
     for role in ("publisher", "worker", "bridge", "spark"):
         allowed = granted(role, config).publish.allow
         assert not [line for line in allowed if ".STREAM.CREATE." in line or ".STREAM.UPDATE." in line]
+        assert not [line for line in allowed if "DIRECT.GET" in line]
         assert "$JS.API.STREAM.INFO.MARS" in allowed
 
 
 def test_what_a_role_reaches_beyond_its_subjects_is_told(tmp_path: Path) -> None:
     def told(role: permissions.Role, **jetstream: object) -> list[str]:
         config = write_mars_config(tmp_path / "config.yaml", NOWHERE, **jetstream)
-        parts = ("its acknowledgement", "`republish`", "deliver it to any subject", "remove those of other")
+        parts = ("its acknowledgement", "deliver it to any subject", "remove and replace")
         return [part for part in parts for each in permissions.beyond(granted(role, config)) if part in each]
 
-    published, removed = "its acknowledgement", "remove those of other"
-    assert told("publisher") == [published, "`republish`", removed]
-    assert told("publisher", stream_management="observe") == [published, removed]
-    assert told("worker", stream_management="observe") == [published, "deliver it to any subject", removed]
+    published, removed = "its acknowledgement", "remove and replace"
+    assert told("publisher") == [published, removed]
+    assert told("worker") == [published, "deliver it to any subject", removed]
     assert told("operator") == []
 
 
@@ -423,7 +462,7 @@ async def test_a_publisher_of_an_existing_stream_needs_no_right_on_what_waits_un
         async with App("publisher", config=configure(server.url, user="role", password="role")) as app:
             await app.notify("mars", {"class": "od", "step": 2}, {"n": 1})
             assert (await app.session.backend.stream_info("MARS")).messages == 2
-        assert "ermissions Violation" not in server.log
+        assert " Violation - " not in server.log
 
 
 def test_in_a_domain_requests_go_to_its_own_subjects(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +13,7 @@ from nats.errors import Error
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
+from _demo.children import is_ready
 from aviso_workers.server import NatsServer
 from aviso_workers.server.processes import free_ports
 from tests.waits import PATIENCE_SECONDS
@@ -55,14 +53,8 @@ class Cluster:
         return server
 
     async def is_healthy(self) -> bool:
-        def ask(port: int) -> bool:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as answer:
-                    return bool(json.load(answer)["status"] == "ok")
-            except (urllib.error.URLError, OSError):
-                return False
-
-        return all([await anyio.to_thread.run_sync(ask, port) for port in self._monitoring])
+        urls = [f"http://127.0.0.1:{port}/healthz" for port in self._monitoring]
+        return all([await anyio.to_thread.run_sync(is_ready, url) for url in urls])
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:

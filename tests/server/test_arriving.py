@@ -21,7 +21,7 @@ from aviso_workers.config import Config, Server
 from aviso_workers.server import processes
 from aviso_workers.server.processes import Node, ask
 from tests.server.conftest import Load, Start, load_server
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, flushed
 
 SEED = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER)
 NKEY = nkeys.from_seed(bytearray(SEED)).public_key.decode()
@@ -312,7 +312,7 @@ async def test_a_user_may_do_what_is_allowed_and_nothing_else(cluster: Facts, tr
     answer = asyncio.create_task(bob.request("data.question", timeout=PATIENCE_SECONDS, old_style=True))
     await (await asked.next_msg(timeout=PATIENCE_SECONDS)).respond(b"yes")
     assert (await answer).data == b"yes"
-    await client.flush()
+    await flushed(client)
     await client.close()
     await bob.close()
     assert sorted(line.partition("ermissions ")[2].lower() for line in refused) == [
@@ -327,7 +327,7 @@ async def test_a_user_may_do_what_is_allowed_and_nothing_else(cluster: Facts, tr
 async def test_a_user_with_an_nkey_gets_in(cluster: Facts, trust: ssl.SSLContext) -> None:
     client = await connect(cluster, trust, nkeys_seed_str=SEED.decode())
     await client.publish("other", b"")
-    await client.flush()
+    await flushed(client)
     await client.close()
 
 

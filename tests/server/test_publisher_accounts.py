@@ -17,7 +17,7 @@ from aviso_workers.config import Config
 from aviso_workers.errors import ConfigError, DeniedError
 from aviso_workers.server import nats_conf, processes, profiles
 from aviso_workers.server.processes import Node
-from aviso_workers.state.own_streams import DELAYED
+from aviso_workers.state import delayed_messages
 from tests.cli.conftest import Run, run
 from tests.commands import Command
 from tests.conftest import write_mars_config
@@ -93,7 +93,7 @@ async def handling(config: Path) -> AsyncGenerator[Handled, None]:
     async with app, anyio.create_task_group() as tasks:
         tasks.start_soon(app._work, stop)
         with anyio.fail_after(PATIENCE_SECONDS):
-            for stream in ("MARS", "MARS_EXTRA", DELAYED):  # which the worker creates
+            for stream in ("MARS", "MARS_EXTRA", delayed_messages.stream_of("MARS")):  # which the worker creates
                 while stream not in await app.session.admin.stream_names():
                     await app.session.backend.clock.sleep(0.05)
             yield handled
@@ -126,7 +126,7 @@ async def test_publishers_of_an_account_reach_agents_and_nothing_else(start: Sta
         code, said = await command(tmp_path, "notify", "mars_extra", "class=od", "step=1", "-c", centre)
         assert (code, "permissions violation" in said, "MARS_EXTRA" in said) == (1, True, True)
         code, said = await command(tmp_path, "notify", "mars", "class=od", "step=0", "--after", "1s", "-c", centre)
-        assert (code, "permissions violation" in said, "aviso_workers_schedule" in said) == (1, True, True)
+        assert (code, "permissions violation" in said, "aviso_workers_schedule__MARS" in said) == (1, True, True)
         code, said = await command(tmp_path, "watch", "mars", "-c", centre)
         assert (code, "permissions violation" in said) == (1, True)
 
@@ -144,7 +144,7 @@ async def test_a_publisher_of_an_account_cancels_what_it_delays_where_the_accoun
             await app.notify("mars", {"class": "od", "step": 1}, deliver_after="1h", message_id="one")
             assert await app.cancel("mars", "one")
         async with App("centre", config=of_user(tmp_path, node, "centre", stream_management="observe")) as app:
-            with pytest.raises(DeniedError, match="aviso_workers_schedule"):
+            with pytest.raises(DeniedError, match="aviso_workers_schedule__MARS"):
                 await app.notify("mars", {"class": "od", "step": 1}, deliver_after="1h")
 
 

@@ -16,9 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aviso_workers.errors import UndecodableError
-from aviso_workers.spark import event_log
+from aviso_workers.spark import event_log, job_events
 from aviso_workers.spark.event_log import EventLog, EventLogReader, LogPosition
+from aviso_workers.spark.job_events import SparkApplication
 
+MANY = 32 << 20
+"""Bytes that a kibibyte of zstd decompresses to at most."""
 CODECS = ["", ".zstd", ".lz4", ".snappy"]
 
 
@@ -520,6 +523,44 @@ def test_an_endless_line_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (first, endless, last), problems = read_once(file)
     assert (first, last, problems) == (line(1), line(2), [])
     assert len(endless) < 1200
+
+
+@pytest.mark.parametrize("lines", [b"\n", b"{}\n", b"x"])
+def test_a_small_file_that_decompresses_to_much_costs_little(tmp_path: Path, lines: bytes) -> None:
+    file, tried, read = tmp_path / "app-1.zstd", [0], 0
+    compressor = zstandard.ZstdCompressor(level=19).compressobj()
+    file.write_bytes(compressor.compress(line(1) + b"\n" + lines * (2 * MANY // len(lines))) + compressor.flush())
+    assert file.stat().st_size < 20_000
+    log = event_log.snapshot(str(file))
+    assert log is not None
+
+    def decode(text: bytes) -> bytes:
+        tried[0] += 1
+        if text != line(1):
+            job_events.decode(text, SparkApplication.of_log("app-1"))
+        return text
+
+    reader = EventLogReader(decode, LogPosition())
+    READERS.append(reader)
+    tracemalloc.start()
+    while (found := reader.read(log)).more:
+        read += 1
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert tried[0] <= event_log.MAX_BAD_LINES + 2, "each costs some microseconds"
+    assert peak < 6 * MANY, f"{peak} bytes"
+    assert (read, found.events) != (0, [])
+
+
+def test_an_event_that_is_no_text_is_left_out(tmp_path: Path) -> None:
+    last = b'{"Event":"SparkListenerEnvironmentUpdate","Spark Properties":{"a":"\xff"}}'
+    file = tmp_path / "app-1"
+    file.write_bytes(line(1) + b"\n" + last)
+    events, problems = read_once(file)
+    assert (events, len(problems)) == ([line(1)], 1)
+    assert job_events.Decoder(SparkApplication.of_log("app-1"))(last) is None
+    with pytest.raises(UndecodableError):
+        job_events.decode(b' {"Event":"\xff"}', SparkApplication.of_log("app-1"))
 
 
 @pytest.mark.parametrize("codec", CODECS)

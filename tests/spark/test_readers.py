@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from aviso_workers.backends.jetstream import readers as wire_reading
 from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.errors import DataLossError, InvalidOptionError, UnavailableError
+from aviso_workers.jetstream import reader_names
 from aviso_workers.spark import connections, readers
 from aviso_workers.spark.data_source import AvisoDataSource
 from aviso_workers.spark.offsets import Offset, Range
@@ -76,6 +78,25 @@ class Task:
 
 
 class TestTasks:
+    def test_more_tasks_than_may_read_at_once_wait_and_warn(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(reader_names, "COUNT_OF_SPARK", 1)
+        monkeypatch.setattr(wire_reading, "NAMED_SECONDS", 0.1)
+        place.publish(*range(COUNT))
+        task = Task(place)
+
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(lambda: Task(place).finish())
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while "a read waits for others to end: all 1 readers of MARS are at work" not in caplog.text:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert not waiting.done()
+            everything = list(range(1, COUNT + 1))
+            assert task.finish() == everything
+            assert waiting.result(PATIENCE_SECONDS) == everything
+
     def test_a_stream_that_is_purged_while_it_is_read_fails_the_task(self, place: Place) -> None:
         place.publish(*range(COUNT))
         task = Task(place)

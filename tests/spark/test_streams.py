@@ -226,12 +226,12 @@ class TestATargetThatIsDeleted:
 
     @pytest.mark.usefixtures("deleted")
     def test_is_done_without_where_the_record_is_deleted(self, place: Place, copying: Copying) -> None:
-        with pytest.raises(StreamingQueryException, match="delete the key COPY/") as failed:
+        with pytest.raises(StreamingQueryException, match="delete the key ") as failed:
             copying.run()
-        key = re.search(r"the key (\S+) of the KV bucket aviso_workers_spark_queries", str(failed.value))
+        key = re.search(r"the key (\S+) of the KV bucket aviso_workers_spark__COPY", str(failed.value))
         assert key is not None
 
-        place.delete_key("aviso_workers_spark_queries", key[1])
+        place.delete_key("aviso_workers_spark__COPY", key[1])
 
         assert copying.run() == [2]
         assert sorted(copying.copied) == [3, 4]

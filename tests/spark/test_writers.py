@@ -152,7 +152,7 @@ class TestAStreamThatIsDeleted:
             writer.commit([first, nothing, second])
         writer.commit([second, nothing])
 
-    @pytest.mark.parametrize("denied", ["$JS.API.STREAM.*.KV_aviso_workers_spark_queries", "$KV.>"])
+    @pytest.mark.parametrize("denied", ["$JS.API.STREAM.*.KV_aviso_workers_spark__COPY", "$KV.>"])
     def test_is_not_noticed_by_the_next_batch_whose_user_may_not_record_it(
         self, place: Place, caplog: pytest.LogCaptureFixture, denied: str
     ) -> None:

@@ -163,7 +163,8 @@ class Worker:
             with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as answer:
-            return f"{answer.status}: {answer.read().decode()}"
+            with answer:
+                return f"{answer.status}: {answer.read().decode()}"
         except OSError:
             return "no answer"
 

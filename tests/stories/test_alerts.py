@@ -12,10 +12,12 @@ import pytest
 from _incidents.prometheus import Prometheus
 from aviso_workers import App
 from aviso_workers.server.processes import free_ports
-from aviso_workers.state.own_streams import DEAD_LETTERS
+from aviso_workers.state import own_streams
 from tests import programs
 from tests.contract.settings import app_config
 from tests.stories.processes import Server, Worker, until
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "stories")
 
 pytestmark = pytest.mark.anyio
 
@@ -84,7 +86,7 @@ async def test_alerts_fire_and_are_over(
 
     worker.kill()
     await publish(range(3))
-    await prometheus.fires("AvisoWorkerDown", "AvisoAgentStuck")
+    await prometheus.fires("AvisoWorkerDown", "AvisoAgentNeedsSomebody")
     await work().ready()
     await prometheus.is_quiet()
 

@@ -16,9 +16,12 @@ import pytest
 from aviso_workers import App, Notification, Notify, Reject
 from aviso_workers.events import Event, Settled
 from aviso_workers.server import NatsServer
-from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
+from aviso_workers.state import own_streams
 from tests.commands import Command
 from tests.waits import PATIENCE_SECONDS
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "field")
+RETRIES = own_streams.of_app(own_streams.RETRIES, "field")
 
 pytestmark = pytest.mark.anyio
 

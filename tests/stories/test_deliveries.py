@@ -12,9 +12,8 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.engine.flow import MAX_PREFETCH
-from aviso_workers.errors import NotFoundError
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state.dead_letter_records import DeadLetter
-from aviso_workers.state.own_streams import DEAD_LETTERS
 from aviso_workers.worker import NOT_ENDED
 from tests.contract.settings import app_config
 from tests.stories import agents
@@ -28,12 +27,8 @@ pytestmark = pytest.mark.anyio
 
 async def dead_letters(server: Server) -> list[DeadLetter]:
     async with App("reader", config=app_config("jetstream", server.url)) as app:
-        backend = app.session.backend
-        try:
-            last = (await backend.stream_info(DEAD_LETTERS)).last_sequence
-        except NotFoundError:
-            return []
-        return [DeadLetter.read(m) async for m in backend.read(DEAD_LETTERS, filter_subjects=(), last_sequence=last)]
+        stored = StoredDeadLetters(app.session.admin, events=app.events)
+        return [dead_letter async for dead_letter in stored.select(Selection())]
 
 
 async def unfinished(server: Server, consumer: str) -> tuple[int, int]:
@@ -312,7 +307,9 @@ async def test_a_worker_whose_dead_letters_are_refused_is_not_ready_and_says_so_
     await worker.ready()
     await publish(range(4), fails=True)
 
-    await worker.unready("agent work: dead letters cannot be stored: stream aviso_workers_dead_letters is full")
+    await worker.unready(
+        "agent work: dead letters cannot be stored: stream aviso_workers_dead_letters__stories is full"
+    )
 
     await publish([4])
     await all_done(record, range(4, 5))  # it goes on meanwhile

@@ -76,7 +76,7 @@ async def test_nothing_is_lost_though_a_process_is_killed_every_two_seconds(
 async def members(url: str) -> dict[str, int]:
     """The process ids of the workers that have recorded themselves, by their names in the fleet."""
     async with App("operator", config=app_config("jetstream", url)) as app:
-        entries = await (await app.key_value("aviso_workers_processes")).entries()
+        entries = await (await app.key_value("stories__live")).entries()
     found = [json.loads(entry.value) for entry in entries]
     return {each["member"]: each["process"] for each in found}
 

@@ -103,7 +103,7 @@ async def a_cluster_loses_the_leader_of(bucket: str, directory: Path) -> AsyncIt
 async def test_a_cluster_that_loses_the_leader_of_the_bucket_goes_on_and_is_not_faster(
     record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any], tmp_path: Path
 ) -> None:
-    async with a_cluster_loses_the_leader_of("limited_limits", tmp_path / "cluster") as (url, lose_it):
+    async with a_cluster_loses_the_leader_of("limited__limits", tmp_path / "cluster") as (url, lose_it):
         await publish(range(2 * IN_A_MINUTE), url=url)
         for _ in range(4):
             run_worker(app="limited", url=url, settings=REPLICATED)
@@ -123,7 +123,7 @@ async def test_a_cluster_that_loses_the_leader_of_the_bucket_goes_on_and_is_not_
 async def test_a_cluster_that_loses_the_leader_of_the_leases_has_one_call_at_a_time(
     record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any], tmp_path: Path
 ) -> None:
-    async with a_cluster_loses_the_leader_of("exclusive_leases", tmp_path / "cluster") as (url, lose_it):
+    async with a_cluster_loses_the_leader_of("exclusive__leases", tmp_path / "cluster") as (url, lose_it):
         await publish(range(150), url=url, seconds=0.1)
         for _ in range(3):
             run_worker(app="exclusive", url=url, settings=REPLICATED)

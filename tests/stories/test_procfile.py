@@ -7,23 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 
-from _demo.children import wait_until
+from _demo.children import is_ready, wait_until
 from aviso_workers.server.processes import free_ports
 from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[2]
-
-
-def is_ready(port: int) -> bool:
-    try:
-        with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=PATIENCE_SECONDS):
-            return True
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -49,7 +40,7 @@ def test_procfile_brings_everything_up_and_ctrl_c_stops_it_within_five_seconds(h
         )
     try:
         wait_until(
-            lambda: is_ready(index) and is_ready(spark_events),
+            lambda: all(is_ready(f"http://127.0.0.1:{port}/readyz") for port in (index, spark_events)),
             lambda: f"not everything is up\n{log_file.read_text()}",
             within_seconds=PATIENCE_SECONDS,
         )

@@ -19,9 +19,11 @@ from nats.aio.client import Client
 
 from aviso_workers import App, Notify
 from aviso_workers.server import NatsServer
-from aviso_workers.state.own_streams import DEAD_LETTERS
+from aviso_workers.state import own_streams
 from tests.commands import Command
 from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "stories")
 
 AGENTS = """
 from pathlib import Path
@@ -31,6 +33,7 @@ import msgspec
 
 from aviso_workers.state import own_streams
 from aviso_workers import App, Notification
+
 
 app = App("stories")
 
@@ -94,7 +97,8 @@ def get(worker_started: dict[str, Any], path: str) -> tuple[int, str]:
         with urllib.request.urlopen(worker_started["status"] + path, timeout=PATIENCE_SECONDS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+        with error:
+            return error.code, error.read().decode()
 
 
 def held(worker_started: dict[str, Any]) -> tuple[float, float]:

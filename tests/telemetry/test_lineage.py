@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,48 @@ async def test_a_worker_ends_although_nobody_answers(tmp_path: Path, monkeypatch
             async with app.running():
                 pass
     assert [str(event.error) for event in told] == ["the worker has ended"] * 4
+
+
+@pytest.mark.parametrize(
+    ("head", "error"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", None),
+        (b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /elsewhere\r\n\r\n", OSError),
+        (b"HTTP/1.1 200 OK\r\nX: ", TimeoutError),
+    ],
+    ids=["body", "redirect", "head"],
+)
+@pytest.mark.filterwarnings("ignore:.*socket.socket:pytest.PytestUnraisableExceptionWarning")
+async def test_an_answer_that_never_ends_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes, error: type[Exception] | None
+) -> None:
+    monkeypatch.setattr(lineage, "WAITS", ())
+    monkeypatch.setattr(lineage, "TIMEOUT_SECONDS", 0.3)
+
+    async def answer(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                await stream.receive()
+                await stream.send(head)
+                while not ended.is_set():
+                    await stream.send(b"x")
+                    await anyio.sleep(0.02)
+
+    ended = anyio.Event()
+    told: list[LineageTold] = []
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, answer)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        app = app_of(write(tmp_path, f"{{url: 'http://127.0.0.1:{port}'}}"))
+        app.events.listen(told.append, LineageTold)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            async with app.running():
+                pass
+        ended.set()
+        tasks.cancel_scope.cancel()
+    assert len(told) == 4
+    assert [type(each.error) for each in told] == [error or type(None)] * 4
+    assert "the worker has ended" not in [str(each.error) for each in told]
 
 
 def told_by(file: Path, *, fails: bool = False) -> None:

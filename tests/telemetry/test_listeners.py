@@ -18,12 +18,14 @@ from aviso_workers.events import (
     NotReadAgain,
     ReadAgain,
 )
-from aviso_workers.state.own_streams import RETRIES
+from aviso_workers.state import own_streams
 from aviso_workers.telemetry import listeners
 from aviso_workers.telemetry.listeners import MissedLog
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.metrics import Missed
 from aviso_workers.telemetry.readiness import Readiness
+
+RETRIES = own_streams.of_app(own_streams.RETRIES, "fields")
 
 pytestmark = pytest.mark.anyio
 
@@ -77,13 +79,13 @@ def test_what_keeps_a_worker_from_its_work_makes_it_unready_until_it_is_over() -
     readiness.observe(ConnectionChanged(connected=True, reason=""))
     assert readiness.health.unready == []
     readiness.observe(NotReadAgain(agent="index", stream="MARS", sequence=7, error=ValueError("denied")))
-    readiness.observe(LeadershipHindered(bucket="fields_leases", error=ValueError("denied")))
+    readiness.observe(LeadershipHindered(bucket="fields__leases", error=ValueError("denied")))
     assert readiness.health.unready == [
-        "cannot lead, for lack of bucket fields_leases: denied",
+        "cannot lead, for lack of bucket fields__leases: denied",
         "agent index: sequence 7, which waits, cannot be read again: denied",
     ]
     readiness.observe(ReadAgain(agent="index", stream="MARS"))
-    readiness.observe(LeadershipUnhindered(bucket="fields_leases"))
+    readiness.observe(LeadershipUnhindered(bucket="fields__leases"))
     assert readiness.health.unready == []
 
 

@@ -181,13 +181,13 @@ def test_of_many_unreadable_messages_of_a_stream_most_are_counted(
     lines: Any, failures: FailureLog, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = UndecodableError("it has no headers")
-    foreign = Unreadable(stream="KV_field_failures", sequence=7, error=error, reason="foreign")
+    foreign = Unreadable(stream="KV_field__failures", sequence=7, error=error, reason="foreign")
     told = [line for _ in range(LINES_PER_PERIOD + 512) for line in lines(foreign)]
     assert len(told) == LINES_PER_PERIOD
     assert {key: told[0][key] for key in ("event", "level", "stream", "sequence", "reason", "error")} == {
         "event": "message.unreadable",
         "level": "warning",
-        "stream": "KV_field_failures",
+        "stream": "KV_field__failures",
         "sequence": 7,
         "reason": "foreign",
         "error": "it has no headers",
@@ -196,7 +196,7 @@ def test_of_many_unreadable_messages_of_a_stream_most_are_counted(
     (more,) = (json.loads(line) for line in capsys.readouterr().err.splitlines())
     assert (more["event"], more["stream"], more["reason"], more["more"]) == (
         "message.more_unreadable",
-        "KV_field_failures",
+        "KV_field__failures",
         "foreign",
         512,
     )
@@ -427,7 +427,7 @@ def ack_wait_of(*, in_effect_seconds: float) -> AckWaitDiffers:
                 "level": "warning",
                 "differences": ["start: new -> all"],
                 "cure": "an agent that has run goes on where it is; to take it to its new start: "
-                "aviso-workers agents reset index --app app --to all",
+                "aviso-workers agents reset app/index --to all",
             },
         ),
         (

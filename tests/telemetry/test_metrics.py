@@ -224,13 +224,15 @@ def test_a_worker_that_cannot_lead_shows_for_as_long_as_one_bucket_cannot_be_use
     assert found == [0, 1, 1, 1, 0]
 
 
-def test_foreign_messages_are_counted(metrics: Metrics) -> None:
+def test_foreign_messages_are_counted_from_nothing_on(metrics: Metrics) -> None:
+    """A series that is born at 1 has no increase, and no alert after a restart."""
+    of_app = {"app": OF_INDEX["app"]}
+    assert sample(metrics, "foreign_total", **of_app) == 0
     error = UndecodableError("it has no headers")
-    metrics.observe(Unreadable(stream="KV_field_failures", sequence=1, error=error))
-    metrics.observe(Unreadable(stream="KV_field_failures", sequence=2, error=error, reason="foreign"))
-    of_stream = {"app": OF_INDEX["app"], "stream": "KV_field_failures"}
-    assert sample(metrics, "unreadable_total", **of_stream) == 2
-    assert sample(metrics, "foreign_total", **of_stream) == 1
+    metrics.observe(Unreadable(stream="KV_field__failures", sequence=1, error=error))
+    metrics.observe(Unreadable(stream="KV_field__failures", sequence=2, error=error, reason="foreign"))
+    assert sample(metrics, "unreadable_total", **of_app, stream="KV_field__failures") == 2
+    assert sample(metrics, "foreign_total", **of_app) == 1
 
 
 def test_windows_are_counted_by_outcome(app: App) -> None:

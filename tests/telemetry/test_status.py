@@ -5,15 +5,19 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from structlog.testing import capture_logs
 
 from aviso_workers.config import Secret
 from aviso_workers.errors import ConfigError
-from aviso_workers.telemetry import status
+from aviso_workers.telemetry import failed_logins, status
+from aviso_workers.telemetry.failed_logins import MAX_FAILED
 from aviso_workers.telemetry.status import Health, StatusServer
 from tests.waits import PATIENCE_SECONDS
 
@@ -39,7 +43,8 @@ def get(server: StatusServer, path: str, *, authorization: str = "") -> tuple[in
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+        with error:
+            return error.code, error.read().decode()
 
 
 def test_a_worker_is_alive_while_its_loop_turns(server: StatusServer) -> None:
@@ -134,6 +139,39 @@ def test_metrics_with_a_token_are_for_who_sends_it(health: Health, header: str) 
         assert (code, "Authorization: Bearer" in body) == (401, True)
         assert get(server, "/metrics", authorization="Bearer the-token") == (200, "up 1\n")
         assert get(server, "/livez") == (200, "ok\n")
+
+
+def test_wrong_tokens_are_logged_and_slowed(health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failed_logins, "FAILED_SECONDS", 0.1)
+    asked = ["Bearer a-guess"] * 2 * MAX_FAILED
+    with (
+        capture_logs() as logged,
+        StatusServer(
+            host="127.0.0.1", port=0, health=health, metrics=lambda _: (b"", TEXT), token=Secret("the-token")
+        ) as server,
+        ThreadPoolExecutor(len(asked)) as pool,
+    ):
+        began = time.monotonic()
+        answers = [code for code, _ in pool.map(lambda each: get(server, "/metrics", authorization=each), asked)]
+        assert sorted(answers) == [401] * MAX_FAILED + [429] * MAX_FAILED
+        assert time.monotonic() - began >= MAX_FAILED * failed_logins.FAILED_SECONDS
+        assert get(server, "/metrics")[0] == 401
+        assert get(server, "/metrics", authorization="Bearer the-token")[0] == 200
+    told = [(line["event"], line["address"]) for line in logged]
+    assert told == [("status.login_failed", "127.0.0.1")] * MAX_FAILED
+    assert "a-guess" not in str(logged)
+
+
+@pytest.mark.parametrize("token", ["set-it-in-the-environment", "fifteen-letters"])
+def test_others_are_not_let_in_by_a_token_that_can_be_guessed(health: Health, token: str) -> None:
+    def serve(host: str) -> StatusServer:
+        return StatusServer(host=host, port=0, health=health, metrics=lambda _: (b"", TEXT), token=Secret(token))
+
+    with pytest.raises(ConfigError, match=r"workers\.status\.token: 0\.0\.0\.0 can be reached by others") as refused:
+        serve("0.0.0.0")
+    assert token not in str(refused.value)
+    with serve("127.0.0.1"):
+        pass
 
 
 def test_a_port_in_use_is_named(server: StatusServer, health: Health) -> None:

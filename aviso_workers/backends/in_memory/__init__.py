@@ -152,7 +152,7 @@ class InMemoryBackend:
         return self._account.names()
 
     async def streams(self) -> list[StreamInfo]:
-        raise RefusedError(NO_SERVER)
+        return [await self.stream_info(name) for name in await self.stream_names()]
 
     async def message(
         self, stream: str, sequence: int = 0, *, next_by_subject: str = "", last_by_subject: str = ""

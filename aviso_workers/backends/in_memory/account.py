@@ -12,7 +12,6 @@ import msgspec
 
 from aviso_workers import config
 from aviso_workers.aviso.codec import Message
-from aviso_workers.aviso.topics import LONGEST_SUBJECT
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory import schedules
 from aviso_workers.backends.in_memory.durable import Durable
@@ -21,8 +20,6 @@ from aviso_workers.clocks import Clock
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, identities, specs, subjects
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-
-__all__ = ["MAX_PAYLOAD", "InMemoryAccount"]
 
 MAX_PAYLOAD = 1024 * 1024
 """A nats-server's own default."""
@@ -156,8 +153,8 @@ class InMemoryAccount:
     def _accepted(self, outgoing: Outgoing) -> tuple[InMemoryStream, Message]:
         """Return where it is to be stored, and as what."""
         message, stream = outgoing.message, outgoing.stream
-        if not subjects.is_one_word(message.subject) or len(message.subject.encode()) > LONGEST_SUBJECT:
-            raise RefusedError(f"publish: {message.subject!r:.80} is not a subject")
+        if why := subjects.why_refused(message.subject):
+            raise RefusedError(f"publish: {why}")
         taker = next((found for found in self._streams.values() if found.takes(message.subject)), None)
         if taker is None:
             raise UnavailableError(f"publish {message.subject}: no stream takes this subject")

@@ -11,8 +11,6 @@ from aviso_workers.backends import ConnectionListener
 from aviso_workers.backends.in_memory.account import MAX_PAYLOAD
 from aviso_workers.errors import UnavailableError
 
-__all__ = ["InMemoryConnection"]
-
 
 class InMemoryConnection:
     """The connection to a server that lives in this process; see `backends.InMemoryConnection`."""

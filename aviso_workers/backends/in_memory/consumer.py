@@ -27,8 +27,6 @@ from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
-__all__ = ["Dispatcher", "InMemoryConsumer"]
-
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 

@@ -17,16 +17,14 @@ import msgspec
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import SIZE_HEADER, Message, store_time
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream import error_codes, metadata, plans
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.plans import UPDATABLE
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.jetstream.subjects import pattern
-
-__all__ = ["Durable"]
 
 POLICIES = ("all", "new", "by_start_sequence", "by_start_time")
 

@@ -15,8 +15,6 @@ from aviso_workers.backends.in_memory.stream import InMemoryStream
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.subjects import pattern
 
-__all__ = ["count", "read"]
-
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 

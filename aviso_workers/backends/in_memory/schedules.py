@@ -13,8 +13,6 @@ from aviso_workers.backends.in_memory.stream import InMemoryStream
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream import error_codes
 
-__all__ = ["due_ns", "produced", "refuse"]
-
 SCHEDULE = "Nats-Schedule"
 TARGET = "Nats-Schedule-Target"
 PRODUCED_BY = "Nats-Scheduler"

@@ -27,8 +27,6 @@ from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW, STREAM
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.subjects import pattern
 
-__all__ = ["InMemoryStream", "complete", "header_size", "total_of", "ttl_of"]
-
 DEFAULTS = {name: field.zero for name, field in STREAM.items() if field.zero not in (None, [])}
 MESSAGE_OVERHEAD = 16
 TTL = re.compile(r"(?P<number>[0-9]+)(?P<unit>ms|s|m|h|)")
@@ -323,6 +321,5 @@ def _size(message: Message) -> int:
 
 
 def _is_aviso(config: Mapping[str, Any]) -> bool:
-    bases = [subject.removesuffix(".>") for subject in config["subjects"]]
-    bound = [topics.binding(base) for base in bases] == config["subjects"]
-    return bound and [topics.stream_name(base) for base in bases] == [config["name"]]
+    base = "".join(config["subjects"]).removesuffix(".>")
+    return (config["subjects"], config["name"]) == ([topics.binding(base)], base.upper())

@@ -63,8 +63,9 @@ class JetStreamBackend(JetStreamManagement):
         *,
         on_connection: ConnectionListener | None = None,
         on_foreign: ForeignListener | None = None,
+        owner: str = "",
     ) -> None:
-        connection = NatsConnection(settings, on_connection=on_connection)
+        connection = NatsConnection(settings, on_connection=on_connection, owner=owner)
         super().__init__(connection)
         self.connection = connection
         self.clock: Clock = LoopClock()

@@ -17,12 +17,13 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from aviso_workers._fast import Arrival
 from aviso_workers.backends import Received, StreamSnapshot
 from aviso_workers.backends.jetstream import faults, readers, snapshots, tls, unreadable, wire
-from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, NatsConnection
+from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, NatsConnection, require_subject
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import AccountInfo, StreamInfo
 
-__all__ = ["JetStreamAdministration"]
+MESSAGE_BYTES = 1024
+"""What a message takes in memory beside its content."""
 
 
 class JetStreamAdministration:
@@ -59,18 +60,25 @@ class JetStreamAdministration:
         return _received(answer)
 
     def send(self, subject: str, data: bytes = b"", *, reply: str = "") -> None:
+        require_subject(subject)
         self._connection.wire.send(subject.encode(), data, reply=reply.encode())
 
     def new_inbox(self) -> str:
         return self._connection.new_inbox()
 
     @asynccontextmanager
-    async def listen(self, subject: str) -> AsyncIterator[MemoryObjectReceiveStream[Received]]:
+    async def listen(
+        self, subject: str, *, max_bytes: float = math.inf
+    ) -> AsyncIterator[MemoryObjectReceiveStream[Received]]:
         sender, receiver = anyio.create_memory_object_stream[Received](math.inf)
+        left = max_bytes
 
         def listener(arrivals: Sequence[Arrival]) -> None:
+            nonlocal left
             for arrival in arrivals:
-                sender.send_nowait(_received(arrival))
+                left -= MESSAGE_BYTES + len(arrival[2] or b"") + len(arrival[3])
+                if left >= 0:
+                    sender.send_nowait(_received(arrival))
 
         interest = await self._connection.listen(subject, listener)
         try:

@@ -4,8 +4,11 @@ nats-py reconnects by itself; its tasks are outside of ours. So there is one own
 takes every decision: `ready` says whether requests can be sent now, `failed` that it is lost for good. What reads or
 waits registers in `on_reconnect` or `on_disconnect`, because a server forgets pulls and a client forgets answers.
 
-Three things nats-py does not see, and its owner does: a server that does not answer any more is left (`watch`), one
-that is about to shut down is left for another one, and one that goes on refusing our credentials is not tried any more.
+Every program reconnects without end, unless `max_reconnect_attempts` or `enable_auto_reconnect` say otherwise. It does
+so too where a server refuses our credentials, because they can be replaced; only the first connection fails then.
+
+Two things nats-py does not see, and its owner does: a server that does not answer any more is left (`watch`), and one
+that is about to shut down is left for another one.
 
 Where TLS is configured, nothing is sent without it (`tls`).
 """
@@ -18,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -32,13 +36,11 @@ from aviso_workers.backends.jetstream import credentials, faults, inboxes, tls, 
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.requests import Answer, Requests, denies
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
-from aviso_workers.jetstream import answers
-
-__all__ = ["NatsConnection"]
+from aviso_workers.jetstream import answers, subjects
 
 API_TIMEOUT_SECONDS = 5.0
 TELL_AGAIN_SECONDS = 10.0
-"""How often it is told that there is no connection yet, for as long as the first one is tried."""
+"""How often it is told at most that there is no connection yet, and why there is none now."""
 SECONDS_PER_SERVER = 3
 """Where several servers are listed, one of them may take so long to answer at first, and twice and three times as long
 in the second and third attempt: one that accepts connections and says nothing must not use up the time of all."""
@@ -48,8 +50,6 @@ more after this time."""
 PING_SECONDS = 5.0
 SILENT_PINGS = 2
 """A server that leaves so many PINGs in a row unanswered is left. One may be our own fault: a loop that was stuck."""
-REFUSALS = 3
-"""Attempts in a row in which a server does not take our credentials, or we do not trust it, before we believe it."""
 MAX_DENIALS = 1000
 """How many subjects that were denied are remembered, to be found by who waits for an answer to what he sent there."""
 MAX_REPORTED = 100
@@ -58,16 +58,23 @@ KINDS = {"$js.ack": 4, "$kv": 2, "$js.api": 5, "_inbox": 1}
 """How many tokens of a subject tell its kind: what follows is of one message, or of one request."""
 FLUSH_AGAIN_SECONDS = 0.1
 CLOSE_SECONDS = 3.0
-READING = re.compile(r"((STREAM|CONSUMER|META)\.)?(INFO|NAMES|LIST|MSG\.GET|SNAPSHOT)(\.|$)|CONSUMER\.CREATE\.[^.]+$")
-"""The subjects behind `$JS.API.` of requests that only read. A reader makes a consumer without a name for itself."""
+READING = re.compile(
+    r"((STREAM|CONSUMER|META)\.)?(INFO|NAMES|LIST|MSG\.GET|SNAPSHOT)(\.|$)|CONSUMER\.CREATE\.[^.]+(\.[^.]+-r\d+)?$"
+)
+"""The subjects behind `$JS.API.` of requests that only read. A reader makes a consumer for itself, without a name or
+with one of `reader_names`."""
 
 
 class NatsConnection:
     """A connection to the servers of `settings`. `open` it before use, `watch` it meanwhile, `close` it after."""
 
-    def __init__(self, settings: config.JetStream, *, on_connection: ConnectionListener | None) -> None:
+    def __init__(
+        self, settings: config.JetStream, *, on_connection: ConnectionListener | None, owner: str = ""
+    ) -> None:
         self.nc = Client()
         self.wire: wire.Wire
+        self.owner = owner
+        """Whose names readers have (`jetstream.reader_names`)."""
         self.on_reconnect: set[Callable[[], None]] = set()
         self.on_disconnect: set[Callable[[], None]] = set()
         self._settings = settings
@@ -85,7 +92,10 @@ class NatsConnection:
         self._foreign: Counter[str] = Counter()
         """How many answers came that do not belong to a request, by what there is to say of them."""
         self._last_error = ""
-        self._refusals = 0
+        self._since: datetime | None = None
+        """Since when there is no connection, after the first one."""
+        self._told = ("", -math.inf)
+        """The last reason that was told of that, and when, on the event loop's clock."""
         self._denials: dict[str, float] = {}
         """By what the server said, when it last denied us a subject; the oldest first."""
         self._reported: set[str] = set()
@@ -100,6 +110,12 @@ class NatsConnection:
     @property
     def ready(self) -> bool:
         return bool(self.nc.is_connected)
+
+    @property
+    def unconnected(self) -> str:
+        """The text of the error of what needs a connection while there is none: since when, and why."""
+        since = f" since {self._since:%Y-%m-%d %H:%M:%S} UTC" if self._since else ""
+        return f"not connected to {self._urls}{since}: {self._last_error or 'the connection was closed'}"
 
     @property
     def shares_inbox(self) -> bool:
@@ -259,16 +275,20 @@ class NatsConnection:
             raise
 
     def _require_ready(self, subject: str, body: bytes) -> None:
-        """Raise `UnavailableError` without a connection, and `RefusedError` where the body is larger than the server
-        takes: it would close the connection.
+        """Raise `UnavailableError` without a connection, and `RefusedError` where the server takes no such subject, or
+        no such body: it would close the connection.
         """
+        require_subject(subject)
         if not self.ready:
-            raise UnavailableError(f"{subject}: not connected")
+            raise UnavailableError(f"{subject}: {self.unconnected}")
         if len(body) > self.max_payload:
             raise RefusedError(f"{subject}: {len(body)} bytes, the server takes {self.max_payload}")
 
     def post(self, subject: str, body: bytes, *, reply: str, prefix: str = "") -> None:
-        """Send a request of JetStream's API whose answers come to the inbox `reply`, as pulls do."""
+        """Send a request of JetStream's API whose answers come to the inbox `reply`, as pulls do. Raises `RefusedError`
+        where a server takes no such subject.
+        """
+        require_subject(subject)
         self.wire.send(f"{prefix or self.api_prefix}.{subject}".encode(), body, reply=reply.encode())
 
     def new_inbox(self) -> str:
@@ -302,7 +322,10 @@ class NatsConnection:
             self._listener(connected=self.ready, reason="", foreign=what, times=self._foreign[what])
 
     async def listen(self, subject: str, listener: wire.Listener) -> wire.Interest:
-        """Call the listener with what comes for the subject, also after a reconnect. Raises `UnavailableError`."""
+        """Call the listener with what comes for the subject, also after a reconnect. Raises `UnavailableError`, and
+        `RefusedError` where a server takes no such subject.
+        """
+        require_subject(subject)
         with faults.translated(f"listen to {subject}"):
             return await self.wire.listen(subject, listener)
 
@@ -435,11 +458,9 @@ class NatsConnection:
                 await self._move_inboxes()
                 return
             self._note_denial(self._last_error)
-        refusal = faults.refusal(self._last_error)
-        if self._opened and refusal:
-            self._refusals += 1
-            if self._refusals == REFUSALS:
-                self._end(self._refused(refusal))
+        told, at = self._told
+        if self._since and self._last_error != told and anyio.current_time() - at >= TELL_AGAIN_SECONDS:
+            self._tell(connected=False, reason=self._last_error)
 
     def _note_denial(self, said: str) -> None:
         self._denials.pop(said, None)
@@ -460,12 +481,12 @@ class NatsConnection:
                 pong.set_result(False)
         for act in tuple(self.on_disconnect):
             act()
-        if self._opened and not self._closing:
+        if self._opened and not self._closing and self._since is None:  # a client that gives up says it once more
+            self._since = datetime.now(UTC)
             self._tell(connected=False, reason=self._why("the connection was lost"))
 
     async def _on_reconnected(self) -> None:
-        self._last_error = ""
-        self._refusals = 0
+        self._last_error, self._since = "", None
         self._denials.clear()
         for act in tuple(self.on_reconnect):
             act()
@@ -503,8 +524,15 @@ class NatsConnection:
         return self._last_error or otherwise
 
     def _tell(self, *, connected: bool, reason: str) -> None:
+        self._told = (reason, anyio.current_time())
         if self._listener:
             self._listener(connected=connected, reason=reason)
+
+
+def require_subject(subject: str) -> None:
+    """Raise `RefusedError` for what a server does not take as a subject: names in it may be foreign."""
+    if why := subjects.why_refused(subject):
+        raise RefusedError(why)
 
 
 def _denies_answers(said: str, prefix: str) -> bool:

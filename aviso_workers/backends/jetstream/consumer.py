@@ -26,6 +26,7 @@ import anyio
 
 from aviso_workers._fast import Arrival, Stored
 from aviso_workers.aviso.codec import Message
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Delivery, Noted
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
@@ -34,11 +35,8 @@ from aviso_workers.backends.jetstream.pull_requests import HEARTBEAT_SECONDS, Pu
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import identities, metadata
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.specs import GROUP, PINNED
-
-__all__ = ["Outbox", "PullConsumer"]
 
 CONFIRM_SECONDS = 0.5
 """A settlement that is to be confirmed is sent again after this: whose consumer has no leader just now, is lost."""

@@ -12,12 +12,10 @@ from aviso_workers.backends.jetstream import server_versions
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.backends.jetstream.server_versions import ServerVersion
-from aviso_workers.errors import RefusedError, UnavailableError
+from aviso_workers.errors import DeniedError, RefusedError, UnavailableError
 from aviso_workers.jetstream import fields, specs
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.jetstream.specs import StreamSpec
-
-__all__ = ["create"]
 
 BATCHES = ("allow_atomic", "allow_batched")
 
@@ -27,8 +25,18 @@ async def create(connection: NatsConnection, spec: StreamSpec) -> StreamInfo:
 
     Raises `UnreadableStreamError` where the server cannot read a stream that it has, this one or another one;
     `RefusedError` where the server is too old for what is stated, and `UnavailableError` where another one of its
-    cluster is.
+    cluster is; `DeniedError` where our user may create none.
     """
+    try:
+        return await _create(connection, spec)
+    except DeniedError as error:
+        raise DeniedError(
+            f"stream {spec.name} is missing, and our user may not create it: {error}; an operator creates it, and what "
+            "else the role needs, by `aviso-workers streams apply --role`"
+        ) from error
+
+
+async def _create(connection: NatsConnection, spec: StreamSpec) -> StreamInfo:
     oldest = await server_versions.oldest(connection)
     config = specs.stated(spec)
     if spec.takes_batches:  # ours to say as long as nobody else has made the stream

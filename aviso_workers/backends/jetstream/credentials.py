@@ -20,8 +20,6 @@ import nkeys
 from aviso_workers import config
 from aviso_workers.errors import RefusedError
 
-__all__ = ["options", "user"]
-
 JWT = "BEGIN NATS USER JWT"
 SEED = "BEGIN USER NKEY SEED"
 
@@ -38,7 +36,7 @@ def options(settings: config.JetStream) -> dict[str, Any]:
         if settings.user:
             return {"user": settings.user, "password": settings.password.reveal() if settings.password else ""}
         if settings.nkey_seed_file:
-            return {"nkeys_seed_str": _seed_of(settings.nkey_seed_file)}
+            return {"nkeys_seed_str": seed_of(settings.nkey_seed_file)}
         if settings.credentials_file:
             return _of_credentials(settings.credentials_file)
     except UnusableFileError as error:
@@ -93,7 +91,8 @@ def _of_credentials(file: str) -> dict[str, Any]:
     return {"user_jwt_cb": jwt, "signature_cb": sign}
 
 
-def _seed_of(file: str) -> str:
+def seed_of(file: str) -> str:
+    """Return the seed in a file of an NKey. Raises `UnusableFileError`."""
     _key_pair_of(file)
     return _seed(file)
 

@@ -29,8 +29,6 @@ from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import StreamConfig
 
-__all__ = ["Ingester"]
-
 FEWEST = 10
 """The least batch has about as many answers: fewer messages are better acknowledged one by one."""
 FLOW = 500

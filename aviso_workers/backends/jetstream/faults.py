@@ -24,8 +24,6 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream import error_codes
 
-__all__ = ["from_api", "outcome_unknown", "refusal", "translated"]
-
 PER_SUBJECT = "per subject"
 """In the description of STREAM_FULL: a stream refuses a second message of a subject, which no waiting cures."""
 REFUSALS = {
@@ -51,6 +49,8 @@ def from_api(what: str, error: Mapping[str, Any]) -> BackendError:
     """Our error for the `error` object in an answer of JetStream's API."""
     code = error.get("err_code")
     message = f"{what}: {error.get('description', 'no description')}"
+    if code == error_codes.OFF_FOR_THE_ACCOUNT:
+        message = f"{what}: JetStream is off for the account"
     if code:
         message = f"{message} (JetStream {code})"
     if code == error_codes.TEMPORARILY_UNAVAILABLE:  # which nobody leads

@@ -14,8 +14,6 @@ from aviso_workers import config
 from aviso_workers.backends.jetstream.wire import Interest, Listener, Wire
 from aviso_workers.jetstream import subjects
 
-__all__ = ["SHARED", "Inbox", "new_inbox", "prefix"]
-
 SHARED = "_INBOX"
 """The prefix of all clients that are told of no other one."""
 TOKEN_CHARACTERS = 12

@@ -21,8 +21,6 @@ from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, identities, info, metadata
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 
-__all__ = ["JetStreamManagement"]
-
 MAX_LISTINGS = 5
 """How often a listing is begun again, because it changed while it was read."""
 
@@ -130,10 +128,11 @@ class JetStreamManagement:
         *,
         action: Literal["create", "update"],
         filter_in_subject: str = "",
+        timeout_seconds: float = API_TIMEOUT_SECONDS,
     ) -> ConsumerInfo:
         subject = ".".join(filter(None, ("CONSUMER.CREATE", stream, consumer, filter_in_subject)))
         request = {"stream_name": stream, "config": config, "action": action}
-        return info.consumer(await self._api(subject, request))
+        return info.consumer(await self._api(subject, request, timeout_seconds=timeout_seconds))
 
     async def add_unnamed_consumer(
         self, stream: str, config: Mapping[str, Any], *, timeout_seconds: float

@@ -22,9 +22,6 @@ from aviso_workers.backends.jetstream.wire import header_block, status
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, subjects
 
-__all__ = ["JetStreamPublisher", "encode", "encode_all"]
-
-
 MAX_BYTES_OF_CHARACTER = 4
 
 
@@ -57,7 +54,7 @@ class JetStreamPublisher:
         """Publish each message with an answer of its own, as `backends.Backend.publish_many` does."""
         if not self._connection.ready:
             # It would be kept and sent after the reconnect, when nobody waits for the answer any more.
-            return [UnavailableError(f"{_described(each)}: not connected") for each in outgoing]
+            return [UnavailableError(f"{_described(each)}: {self._connection.unconnected}") for each in outgoing]
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
         batch = _PendingMessages(outgoing)
@@ -81,7 +78,7 @@ class JetStreamPublisher:
     async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
         """See `backends.Backend.publish_together`: an atomic batch (ADR-50), which the last message commits."""
         if not self._connection.ready:
-            raise UnavailableError(f"{_described(outgoing[0])}: not connected")
+            raise UnavailableError(f"{_described(outgoing[0])}: {self._connection.unconnected}")
         *others, last = _batch(outgoing, batch_id=secrets.token_hex(12))
         most = self._connection.nc.max_payload
         *encoded, _ = [encode(each, most=most) for each in (*others, last)]  # all of them, before any is sent
@@ -199,12 +196,9 @@ def encode(outgoing: Outgoing, *, most: int) -> tuple[bytes, bytes]:
     size = len(headers) + len(message.data)
     if size > most:
         raise RefusedError(f"{_described(outgoing)}: {size} bytes, the server takes {most}")
-    if not subjects.is_one_word(message.subject):
-        raise RefusedError(f"{_described(outgoing)}: {message.subject!r} is not a subject")
-    subject = message.subject.encode()
-    if len(subject) > LONGEST_SUBJECT:
-        raise RefusedError(f"{_described(outgoing)}: a subject of more than {LONGEST_SUBJECT} bytes")
-    return subject, headers
+    if why := subjects.why_refused(message.subject):
+        raise RefusedError(f"{_described(outgoing)}: {why}")
+    return message.subject.encode(), headers
 
 
 def encode_all(stream: str, chunk: OutgoingChunk, *, most: int) -> list[tuple[bytes, bytes, bytes]]:

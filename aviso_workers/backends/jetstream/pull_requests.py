@@ -23,14 +23,12 @@ import msgspec
 
 from aviso_workers._fast import Arrival, Stored, stored
 from aviso_workers.aviso.codec import Message
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import Headers, status
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnansweredError, UnavailableError
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
-
-__all__ = ["HEARTBEAT_SECONDS", "PullSubscription"]
 
 EXPIRES_SECONDS = 30
 RENEWALS = 4
@@ -87,6 +85,7 @@ class PullSubscription:
         """Whether anything came since what was outstanding was taken for lost."""
         self._group: dict[str, Any] = {}
         """Which of the readers this one is."""
+        self._may_be_pinned = False
         self._received_at = self._now()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
         self._inbox = Inbox(self._on_arrivals, ending="")
@@ -108,7 +107,8 @@ class PullSubscription:
             self._group = {"group": groups[0]}
         if limits.get("priority_policy") == PRIORITIZED:
             self._group["priority"] = priority
-        if limits.get("priority_policy") == PINNED:
+        self._may_be_pinned = limits.get("priority_policy") == PINNED
+        if self._may_be_pinned:
             self._expires_ns = min(self._expires_ns, limits["priority_timeout"] // RENEWALS)
             self._heartbeat_seconds = PINNED_HEARTBEAT_SECONDS
         await self._connection.open_inbox(self._inbox)
@@ -165,7 +165,7 @@ class PullSubscription:
         self._last_received = self._now()
 
     def _on_arrivals(self, arrivals: Sequence[Arrival]) -> None:
-        if self._group and len(arrivals) > 1:  # whose pin it is may change from one to the next
+        if self._may_be_pinned and len(arrivals) > 1:  # whose pin it is may change from one to the next
             for arrival in arrivals:
                 self._on_arrivals([arrival])
             return
@@ -176,7 +176,7 @@ class PullSubscription:
             messages = stored(arrivals, self.settled_by)
         if messages:
             self.outstanding = max(0, self.outstanding - len(messages))
-            if self._group and (headers := messages[0][2]):
+            if self._may_be_pinned and (headers := messages[0][2]):
                 self.pin = Headers(headers).get("Nats-Pin-Id", "")
             self._on_messages(messages)
         if len(messages) < len(arrivals):

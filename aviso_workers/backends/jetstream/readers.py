@@ -9,10 +9,16 @@ many reasons, messages are deleted while others are read, and the consumer of a 
 that has not stored the newest messages yet. Messages in between cannot be missed either, because a consumer numbers
 what it delivers. At its beginning, where the replica that serves the consumer begins later than asked for, the leader
 is asked whether it has messages before that: a replica that expired them by a wrong clock never gets them back.
+
+Readers of a stream of several apps have the names of a pool (`jetstream.reader_names`). A server refuses to create a
+consumer of a name that is taken, and the next one is tried. Each has a priority group of its own, which its pulls
+name. A server hands out an existing consumer to whoever asks for an equal one, and so no two are equal; and it refuses
+the pulls of a reader whose consumer is gone, when another reader has made one of the same name.
 """
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -24,6 +30,7 @@ import anyio
 
 from aviso_workers._fast import DATA, NUMBER, PENDING, SEQUENCE, Stored
 from aviso_workers.aviso.codec import Message, store_time
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Chunk
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.management import JetStreamManagement
@@ -33,11 +40,15 @@ from aviso_workers.backends.jetstream.pull_requests import (
     message_of,
 )
 from aviso_workers.backends.jetstream.wire import HeaderBlocks
-from aviso_workers.errors import BackendError, UnansweredError, UnavailableError
-from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.errors import (
+    BackendError,
+    DeniedError,
+    RefusedError,
+    UnansweredError,
+    UnavailableError,
+)
+from aviso_workers.jetstream import error_codes, reader_names
 from aviso_workers.jetstream.info import ConsumerInfo
-
-__all__ = ["count", "read", "read_chunks", "replica_count"]
 
 AHEAD = 1000
 """Messages that are under way or wait for whoever reads."""
@@ -45,6 +56,9 @@ CHUNK = 10_000
 CHUNK_BYTES = 4 * 1024 * 1024
 INACTIVE_SECONDS = 60
 """After this long without a pull the server removes the consumer: longer than any heartbeat, short for a crash."""
+NAMED_SECONDS = 5.0
+"""How long a reader waits for a name where all are taken, before it raises."""
+NEXT_NAME_SECONDS = 0.05
 CHECK_SECONDS = 1.0
 """When nothing has come for so long, the stream's leader is asked whether anything is left to come."""
 MAX_CHECKS = 10
@@ -140,13 +154,47 @@ def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
 async def _create_consumer(
     connection: NatsConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
 ) -> ConsumerInfo:
-    """Return the consumer as it was made.
+    """Return the consumer as it was made, under a name that is free where the stream is one of several apps.
+
+    Raises `UnavailableError` with the code CONSUMER_EXISTS where all names are taken, and `DeniedError`.
+    """
+    create = partial(_create_somewhere, connection, stream, filter_subjects, start)
+    names = reader_names.names(connection.owner, stream)
+    if not names:
+        return await create(name="")
+    known_as = f"{names[0]} to {names[-1]}"
+    until, order = anyio.current_time() + NAMED_SECONDS, random.sample(names, len(names))
+    while order:
+        try:
+            return await create(name=order.pop())
+        except DeniedError as error:
+            raise DeniedError(
+                f"{error}; readers of {stream} are called {known_as}: give the user the permissions that "
+                "`aviso-workers server render --role` prints now"
+            ) from error
+        except RefusedError as error:
+            if error.code != error_codes.CONSUMER_EXISTS:
+                raise
+        if not order and anyio.current_time() < until:
+            await anyio.sleep(NEXT_NAME_SECONDS)
+            order.append(random.choice(names))
+    raise UnavailableError(
+        f"all {len(names)} readers of {stream} are at work, {known_as}: read less of it at once; the name of one that "
+        f"was killed is free after {INACTIVE_SECONDS} s",
+        code=error_codes.CONSUMER_EXISTS,
+    )
+
+
+async def _create_somewhere(
+    connection: NatsConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any], *, name: str
+) -> ConsumerInfo:
+    """Return the consumer as it was made, with a random name where none is given.
 
     For minutes after one of three servers has died, the others give it every third such consumer to keep, and nobody
     answers then. So it is recreated, by chance elsewhere; at last with as many replicas as the stream has, of which
     a majority elects a leader if need be.
     """
-    create = partial(_create_replicated, connection, stream, filter_subjects, start)
+    create = partial(_create_replicated, connection, stream, filter_subjects, start, name=name)
     for _ in range(CREATE_TRIES):
         with suppress(UnavailableError):
             return await create(replicas=1, timeout_seconds=CREATE_SECONDS)
@@ -160,13 +208,14 @@ async def _create_replicated(
     filter_subjects: Sequence[str],
     start: Mapping[str, Any],
     *,
+    name: str,
     replicas: int,
     timeout_seconds: float,
 ) -> ConsumerInfo:
-    name = secrets.token_hex(8)
+    token = secrets.token_hex(8)
     config = {
         **start,
-        "name": name,
+        "name": name or token,
         "ack_policy": "none",
         "max_deliver": 1,
         "replay_policy": "instant",
@@ -177,11 +226,14 @@ async def _create_replicated(
     }
     management = JetStreamManagement(connection)
     try:
-        return await management.add_unnamed_consumer(stream, config, timeout_seconds=timeout_seconds)
+        if not name:
+            return await management.add_unnamed_consumer(stream, config, timeout_seconds=timeout_seconds)
+        config |= {"priority_groups": [token], "priority_policy": "overflow"}
+        return await management.put_consumer(stream, name, config, action="create", timeout_seconds=timeout_seconds)
     except UnavailableError:
         # A dead server removes nothing, and a stream with a consumer of which nobody knows the state cannot be backed
         # up. The others remove it, and nobody answers, because that is up to the server that had it.
-        management.delete_consumer_soon(stream, name)
+        management.delete_consumer_soon(stream, name or token)
         raise
 
 
@@ -282,7 +334,8 @@ class _EphemeralReader:
     async def close(self) -> None:
         self._connection.on_disconnect.discard(self._on_disconnect)
         await self._pulls.close()
-        await _delete_consumer(self._connection, self._stream, self._consumer)
+        if not isinstance(self._pulls.error, RefusedError):  # it is gone, and another reader may have its name
+            await _delete_consumer(self._connection, self._stream, self._consumer)
 
     async def more(self, *, worth: int = 1) -> list[Stored]:
         """Return the next messages in order, as soon as there are so many; none where a bounded reading has all."""

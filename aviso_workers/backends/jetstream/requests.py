@@ -12,8 +12,6 @@ from aviso_workers._fast import Arrival
 from aviso_workers.backends.jetstream.inboxes import Inbox
 from aviso_workers.backends.jetstream.wire import Wire, status
 
-__all__ = ["Answer", "Requests", "denies"]
-
 IsAnswer = Callable[[bytes], bool]
 """Returns whether a body answers a request."""
 

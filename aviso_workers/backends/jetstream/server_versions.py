@@ -19,8 +19,6 @@ from aviso_workers._fast import Arrival
 from aviso_workers.backends.jetstream import wire
 from aviso_workers.backends.jetstream.connection import NatsConnection
 
-__all__ = ["PING", "ServerVersion", "oldest"]
-
 PING = "$SYS.REQ.ACCOUNT.PING.CONNZ"
 """Each server of a cluster answers it to every user who may publish to it, whatever the account."""
 ANSWER_SECONDS = 1.0

@@ -30,8 +30,6 @@ from aviso_workers.jetstream import answers, info
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.jetstream.metadata import UNFINISHED
 
-__all__ = ["restore", "snapshot"]
-
 CHUNK_BYTES = 512 * 1024
 """As the nats CLI asks for; a server takes from 1 KiB to 1 MiB."""
 UNANSWERED_CHUNKS = 16

@@ -9,10 +9,14 @@ nats-server 2.12 and newer say everything again after the first PING.
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import ssl
+import time
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import ParseResult, urlsplit
 
 import msgspec
 import nats.errors
@@ -21,13 +25,14 @@ from nats.aio.client import DEFAULT_FLUSH_TIMEOUT, Client
 from nats.aio.transport import TcpTransport
 
 from aviso_workers import config
+from aviso_workers.backends.jetstream import credentials
 from aviso_workers.errors import RefusedError
 
-__all__ = ["CarefulClient", "certificate", "context"]
-
 SCHEMES = ("tls://", "wss://")
-HOOKS = ("_process_connect_init", "_process_info", "_connect_command", "_close", "_host_is_ip")
+HOOKS = ("_process_connect_init", "_process_info", "_connect_command", "_connect_to_server", "_close", "_host_is_ip")
 """The private methods of nats-py that `CarefulClient` relies on."""
+ADDRESS_SECONDS = 5.0
+"""An address of a name that has several may take so long to answer."""
 OLDEST_SERVER = "2.11.0"
 """The version that is assumed of a server that does not repeat its greeting within TLS: 2.12 and newer do."""
 SMALLEST_LIMIT, LARGEST_LIMIT = 1 << 20, 64 << 20
@@ -46,7 +51,12 @@ class NoTlsError(nats.errors.Error):
 
 
 class CarefulClient(Client):
-    """nats-py's client, which sends nothing without TLS where that is wanted."""
+    """nats-py's client, which sends nothing without TLS where that is wanted.
+
+    Each attempt to connect begins with another address of the server's name, because one that accepts connections may
+    say nothing, and reads certificates and keys anew, because who issues short ones replaces them. What nats-py takes
+    for the end of the connection for good makes it reconnect.
+    """
 
     def __init__(self, settings: config.JetStream) -> None:
         """Raises `RefusedError` where this nats-py does not have the parts that are needed for that."""
@@ -58,12 +68,53 @@ class CarefulClient(Client):
             )
         super().__init__()
         self._tls_wanted = tls_wanted
+        self._settings = settings
+        self._attempts = 0
+        self._ended = False
+        """Whether it was closed for good."""
         self._greeting: _Greeting | None = None
         """The greeting in plain text, as long as the server has not repeated it within TLS."""
         self._any_name_is_trusted = not (settings.tls and (settings.tls.ca_file or settings.tls.server_hostname))
         """The system's authorities sign for everybody, each for the name that is his."""
 
+    async def _connect_to_server(self, s: Any) -> None:
+        if self._ended:  # Python's `wait_for` can lose the cancellation by which nats-py ends reconnecting
+            raise asyncio.CancelledError
+        if self._attempts:
+            self._renew()
+        addresses = await _addresses(s.uri) if s.uri.scheme not in ("ws", "wss") else [s.uri]
+        first, self._attempts = self._attempts % len(addresses), self._attempts + 1
+        timeout = self._patience if len(addresses) == 1 else min(self._patience, ADDRESS_SECONDS)
+        self.options["connect_timeout"] = timeout
+        for number, address in enumerate((*addresses[first:], *addresses[:first]), start=1):
+            try:
+                await super()._connect_to_server(replace(s, uri=address))
+            except (OSError, TimeoutError):
+                if number == len(addresses):
+                    raise
+            else:
+                s.last_attempt = time.monotonic()
+                return
+
+    def _renew(self) -> None:
+        """Read the files again. What is raised for one that cannot be used is the error of this attempt."""
+        if self._settings.tls:
+            self.options["tls"] = context(self._settings.tls)
+        if self._settings.nkey_seed_file:
+            self._nkeys_seed_str = credentials.seed_of(self._settings.nkey_seed_file)
+            self._setup_nkeys_connect()
+
+    async def _process_err(self, err_msg: str) -> None:
+        if not self.is_connected or "permissions violation" in err_msg.lower():
+            await super()._process_err(err_msg)
+            return
+        said = err_msg.strip("'")
+        self._err = nats.errors.Error(f"nats: {said}")
+        await self._error_cb(self._err)
+        await self._process_op_err(self._err)
+
     async def connect(self, *args: Any, **kwargs: Any) -> None:
+        self._patience: float = kwargs["connect_timeout"]
         await super().connect(*args, **kwargs)
         if self._greeting:
             await self.flush()
@@ -132,6 +183,7 @@ class CarefulClient(Client):
         """nats-py sends what still waits before it closes, also in the middle of connecting, and to a socket that is
         closed, which Python 3.13.0 takes for an error; and after a handshake that failed it waits for an end that was
         there already."""
+        self._ended = self._ended or status == Client.CLOSED
         is_forbidden = (self._tls_wanted or self._server_info.get("tls_required")) and not is_encrypted(self)
         if is_forbidden or self._is_cut():
             self._pending = []
@@ -148,6 +200,13 @@ class CarefulClient(Client):
         if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
             self._transport._io_writer.transport.abort()
             self._transport = None  # nats-py makes another one for the next server
+
+
+async def _addresses(url: ParseResult) -> list[ParseResult]:
+    """Return the URL with each address of its name. Raises `OSError` where it has none."""
+    found = await asyncio.get_running_loop().getaddrinfo(url.hostname, url.port, type=socket.SOCK_STREAM)
+    hosts = dict.fromkeys(f"[{host}]" if family == socket.AF_INET6 else host for family, *_, (host, *_) in found)
+    return [url._replace(netloc=f"{host}:{url.port}") for host in hosts]
 
 
 def is_wanted(settings: config.JetStream) -> bool:

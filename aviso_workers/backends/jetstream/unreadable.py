@@ -19,8 +19,6 @@ from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.jetstream.specs import UNREADABLE
 
-__all__ = ["guarding_unreadable", "mark", "require_no_mark"]
-
 MARK_SUBJECT = "aviso_workers.unreadable"
 FILE_ERRORS = {error_codes.STREAM_NOT_CREATED: "store", error_codes.STREAM_NOT_RESTORED: "(10077)"}
 """By the code of a refusal, the text in its description if the files of a stream are the reason. The server gives the

@@ -30,18 +30,6 @@ from nats.protocol.parser import Parser
 
 from aviso_workers._fast import Arrival, split
 
-__all__ = [
-    "HeaderBlocks",
-    "Headers",
-    "Interest",
-    "Listener",
-    "PublicWire",
-    "Wire",
-    "attach",
-    "header_block",
-    "status",
-]
-
 TESTED = ("2.16.",)
 """Beginnings of the nats-py versions whose private parts are those that are used here."""
 PRIVATE = (

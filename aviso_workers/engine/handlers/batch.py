@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import structs
+
 from aviso_workers import clocks
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Delivery
@@ -13,8 +15,6 @@ from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import calls
 from aviso_workers.engine.handlers.one import HandlerContext
 from aviso_workers.engine.idempotency import IdempotencyKeys
-
-__all__ = ["BatchHandler"]
 
 
 class BatchHandler:
@@ -58,9 +58,11 @@ class BatchHandler:
             return
         batch = Batch([notification for _, notification in wanted])
         keys.begin(*[delivery.message for delivery, _ in wanted])
-        rest = await calls.attempt_apart(context.step, batch)
+        rest, told = await calls.attempt_apart(context.step, batch), False
         for delivery, notification in wanted:
             failure = _failure_of(notification, batch, rest, in_scope=bool(context.agent.around))
+            if failure is not None and failure.is_evidence:
+                failure, told = structs.replace(failure, told=told), True
             if failure is not None or not context.settler.succeeded(delivery, started=started):
                 await context.settler.settle(delivery, failure, started=started)
         del rest, failure  # the frames of the traceback lead to this one, and would be kept until the next collection

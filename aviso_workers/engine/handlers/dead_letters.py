@@ -26,8 +26,6 @@ from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import describe
 from aviso_workers.events import DeadLetterCallFailed, Events
 
-__all__ = ["DeadLetterCalls"]
-
 RETRY = Backoff(first=1.0, factor=2.0, jitter=0.0)
 CALLS = 3
 """The calls for one dead letter. They are few, because the notification keeps its place until the last of them."""

@@ -30,8 +30,6 @@ from aviso_workers.engine.threads import in_thread
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import UndecodableError
 
-__all__ = ["HandlerContext", "NotificationHandler", "awaitable"]
-
 Call = Callable[[Any], Awaitable[object]]
 Step = Callable[[Any], Awaitable[Failure | None]]
 """Handles the argument of an author's function. Returns None for success."""

@@ -18,8 +18,6 @@ from aviso_workers.engine.idempotency import IdempotencyKeys
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.errors import InvalidNotificationError
 
-__all__ = ["Outputs"]
-
 
 class Outputs:
     """The outputs of one agent."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from anyio.lowlevel import checkpoint_if_cancelled
+from msgspec import structs
 
 from aviso_workers import clocks
 from aviso_workers.aviso.notifications import Notification
@@ -18,8 +19,6 @@ from aviso_workers.declare.verdicts import Failure
 from aviso_workers.engine import calls
 from aviso_workers.engine.handlers.one import HandlerContext
 from aviso_workers.engine.idempotency import IdempotencyKeys
-
-__all__ = ["StreamHandler"]
 
 
 class StreamHandler:
@@ -90,6 +89,8 @@ class _BufferSource:
         self._keys.begin()
         for delivery, started in handed_out:
             await self._context.settler.settle(delivery, failure, started=started)
+            if failure is not None and failure.is_evidence:
+                failure = structs.replace(failure, told=True)
 
     async def _next(self) -> Notification[Any] | None:
         flow = self._context.flow

@@ -32,8 +32,6 @@ from aviso_workers.features.limits.rates import MAX_KEYS, Key, KeyLimit, RateTok
 from aviso_workers.state import lease_records
 from aviso_workers.state.lease_records import LEASE_SECONDS, SLOTS
 
-__all__ = ["Places", "guard_of", "limits_of"]
-
 CHECK_SECONDS = 0.5
 """How often a worker tries to take a place that others have."""
 LINGER_SECONDS = 0.25

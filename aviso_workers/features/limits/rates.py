@@ -38,8 +38,6 @@ from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import limit_records
 from aviso_workers.state.limit_records import LeasedTokens
 
-__all__ = ["MAX_KEYS", "Key", "KeyLimit", "RateTokens"]
-
 CHUNK_SECONDS = 0.5
 """For how long of the limit's time a worker leases calls at most, and how far ahead."""
 GATHERED_SECONDS = 1.0

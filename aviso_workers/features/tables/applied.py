@@ -30,8 +30,6 @@ from aviso_workers.errors import DeclarationError, OutcomeUnknownError
 from aviso_workers.features.seen import SeenPages
 from aviso_workers.state.dead_letter_records import RETRIED
 
-__all__ = ["KEPT_SECONDS", "AppliedNotifications"]
-
 DAY_SECONDS = 86400.0
 KEPT_SECONDS = 31 * DAY_SECONDS
 CERTAIN_SECONDS = 30 * DAY_SECONDS

@@ -17,7 +17,7 @@ from anyio.from_thread import BlockingPortal
 
 from aviso_workers.backends import Backend, Message, PubAck
 from aviso_workers.backends.provisioning import Provisioner
-from aviso_workers.config import Config, streams
+from aviso_workers.config import Config
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.engine import singletons
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue, retried
@@ -25,13 +25,7 @@ from aviso_workers.errors import BackendError, NotFoundError, OutcomeUnknownErro
 from aviso_workers.features.tables.applied import AppliedNotifications
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.state import table_records
-from aviso_workers.state.own_streams import COUNTERS
 from aviso_workers.state.table_records import COUNTERS_SUBJECT
-
-__all__ = [
-    "Counters",
-    "Tables",
-]
 
 T = TypeVar("T")
 
@@ -94,13 +88,7 @@ class Tables:
         patience = self._config.notification_backend.jetstream.publish_deadline_seconds
         if isinstance(table, Counter):
             self._backend.connection.require_server(2, 12, to=f"keep the counter {name!r}")
-            spec = streams.own_stream(
-                COUNTERS,
-                f"{COUNTERS_SUBJECT}.>",
-                self._config,
-                max_msgs_per_subject=1,
-                allow_msg_counter=True,
-            )
+            spec = table_records.counters_spec(self._app, self._config)
             prefix = f"{COUNTERS_SUBJECT}.{self._app}.{name}."
             table.connect(
                 Counters(self._backend, spec, self._own_streams, prefix=prefix, patience_seconds=patience),

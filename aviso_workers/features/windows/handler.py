@@ -54,10 +54,6 @@ from aviso_workers.state import window_records
 from aviso_workers.state.dead_letter_records import RETRIED
 from aviso_workers.state.window_records import PAGES, PROGRESS
 
-__all__ = [
-    "WindowHandler",
-]
-
 _Change = Callable[[KeyState[Any], WindowProgress], Awaitable[KeyState[Any]]]
 
 CHECK_SECONDS = 1.0
@@ -270,7 +266,7 @@ class WindowHandler:
                 f"agent {self._agent.name!r} has windows of {_spelled(progress.size, progress.every)}, and the code "
                 f"states {_spelled(size, every)}: take the former ones back, or give the agent another name and a "
                 "start. To begin anew under this name, let the former version close its windows, stop all workers and "
-                f"run `aviso-workers agents rm {quoted(self._app)} --agent {quoted(self._agent.name)}`"
+                f"run `aviso-workers agents rm {quoted(f'{self._app}/{self._agent.name}')}`"
             )
         return progress
 

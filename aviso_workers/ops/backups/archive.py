@@ -15,27 +15,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import s2
 from aviso_workers.ops.backups.s2 import MalformedError, Readable
-
-__all__ = [
-    "CONSUMERS",
-    "END",
-    "MAGIC",
-    "STATE",
-    "ArchiveEntry",
-    "StreamState",
-    "Takes",
-    "encode",
-    "entries",
-    "framed",
-    "has_end",
-    "has_entries",
-    "state_of",
-    "stored_bytes",
-]
 
 MAGIC = b"NATSARC1"
 STATE = b"state.json"

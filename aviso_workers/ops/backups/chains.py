@@ -31,24 +31,6 @@ from aviso_workers.ops.backups.storage import (
     opened,
 )
 
-__all__ = [
-    "MAX_LINKS",
-    "chain",
-    "family",
-    "link_to",
-    "newest",
-    "opened_archive",
-    "opened_entries",
-    "opened_own_entries",
-    "opened_upload",
-    "require_identities",
-    "require_whole",
-    "required",
-    "restorable",
-    "size",
-]
-
-
 MAX_LINKS = 40
 """The most backups of a chain. The files of all are open while it is read, and every message passes through each."""
 

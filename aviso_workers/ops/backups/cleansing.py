@@ -23,8 +23,6 @@ from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, load, sweep
 from aviso_workers.ops.backups.verification import verify
 
-__all__ = ["CleansePlan", "cleanse", "plan_cleanse"]
-
 
 class Cleansed(Struct, frozen=True):
     """A backup that changes, and the stream's state without the removed messages."""

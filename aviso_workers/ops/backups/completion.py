@@ -38,8 +38,6 @@ from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.s2 import MalformedError
 from aviso_workers.ops.backups.spools import Spool, spool
 
-__all__ = ["arriving", "may_lack", "snapshot", "spooled"]
-
 PIECE_BYTES = 512 * 1024
 FEW = 20
 """So many messages are asked for one by one; more are read by a consumer, which has to be made and removed."""

@@ -18,8 +18,6 @@ from aviso_workers.ops.backups import archive, chains
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storage import Backup
 
-__all__ = ["StoredConsumer", "read"]
-
 
 class _ConsumerConfig(Struct, frozen=True):
     durable_name: str = ""

@@ -32,8 +32,6 @@ from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup, Draft, Progress, find, ignore, load, locked_backups, place_of
 
-__all__ = ["Making", "NewBackup", "create", "create_each", "create_next", "named_streams"]
-
 
 class NewBackup(Struct, frozen=True, kw_only=True):
     """A new backup."""

@@ -19,8 +19,6 @@ from aviso_workers.errors import BackupError, DeclarationError
 from aviso_workers.ops.backups.prefetch import prefetched
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
 
-__all__ = ["Identities", "OwnKey", "decrypted", "encrypt", "read_recipients"]
-
 PIECE_BYTES = 256 * 1024
 """Bytes of decrypted data that are handed from thread to thread at a time."""
 RECIPIENT, SECRET = "age1", "AGE-SECRET-KEY-"

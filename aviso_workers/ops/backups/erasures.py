@@ -27,8 +27,6 @@ from aviso_workers.ops.erasure import copies, suspects
 from aviso_workers.ops.erasure.copies import Wanted
 from aviso_workers.ops.erasure.records import ErasureRecord
 
-__all__ = ["Forgotten", "forget", "of_identifier", "of_subject", "one_of_each_chain"]
-
 
 class Forgotten:
     """A selection of messages to remove from backups: those that `wanted` matches, those in the records of erasures,

@@ -26,8 +26,6 @@ from aviso_workers.ops.backups import archive
 from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.s2 import MalformedError
 
-__all__ = ["encode", "merge"]
-
 UNCHANGED = b"unchanged"
 """The name of an entry that stands for messages of the backup before."""
 DIGEST = b"sha256"

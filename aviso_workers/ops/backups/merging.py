@@ -12,8 +12,6 @@ from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of
 from aviso_workers.ops.backups.verification import verify
 
-__all__ = ["merge"]
-
 PIECE_BYTES = 512 * 1024
 
 

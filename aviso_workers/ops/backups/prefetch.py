@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
-__all__ = ["NotReadError", "Prefetch", "prefetched"]
-
 PIECES_WAITING = 8
 
 

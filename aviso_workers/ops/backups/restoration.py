@@ -23,20 +23,6 @@ from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.backups.storage import Backup, Progress, ignore
 from aviso_workers.ops.backups.verification import Contents, read_contents, verify
 
-__all__ = [
-    "SCRATCH",
-    "STANDSTILL_SECONDS",
-    "Drill",
-    "Restored",
-    "drill",
-    "read_back",
-    "require_name",
-    "require_restorable",
-    "restore",
-    "taken",
-    "upload",
-]
-
 ENTRIES_SINCE = (2, 15)
 AT_WORK = ("mirror", "sources", "republish", "subject_transform")
 """Settings that a copy of a stream does not have, so that nothing changes it, and it changes nothing."""

@@ -17,8 +17,6 @@ from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains, sets
 from aviso_workers.ops.backups.storage import Backup, damage, find, load, locked_backups, remove
 
-__all__ = ["Keep", "Pruned", "prune", "prune_by_server", "require_same_clock"]
-
 
 class Keep(Struct, frozen=True):
     """The rule by which backups of a stream are kept: the newest whole one always, all of which one of these is true,

@@ -14,17 +14,6 @@ from typing import Protocol
 
 import google_crc32c
 
-__all__ = [
-    "PADDING",
-    "MalformedError",
-    "Pieces",
-    "Readable",
-    "compressed_blocks",
-    "decompress",
-    "decompressed",
-    "written",
-]
-
 IDENTIFIER = b"\xff\x06\x00\x00S2sTwO"
 COMPRESSED, UNCOMPRESSED = 0x00, 0x01
 SKIPPABLE = range(0x80, 0x100)

@@ -33,8 +33,6 @@ from aviso_workers.ops.backups.set_creation import MadeSet, create_set
 from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup, exclusive
 
-__all__ = ["BackupSchedule", "keep_backing_up"]
-
 log = structlog.get_logger("aviso_workers")
 
 AGAIN_SECONDS = 60.0

@@ -25,8 +25,6 @@ from aviso_workers.ops.backups.sets import SetMember, SetRecord
 from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup
 
-__all__ = ["MadeSet", "create_set"]
-
 T = TypeVar("T")
 
 ELECTION_SECONDS = 30.0

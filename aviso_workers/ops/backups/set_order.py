@@ -7,7 +7,8 @@ where the first is taken after it has left and the second before it came. So a s
 1. The positions of all consumers, before anything else. What a position says is settled has had its effects by then:
    tables, counters, windows, outputs, dead letters, delayed messages. Notifications that are settled after that are
    handled again, as after any crash.
-2. The claims of timers and leases, so that a tick whose effects are in a table may be run again and is not skipped.
+2. The claims of timers and leases, so that a tick whose effects are in a table may be run again and is not skipped. The
+   orders of operators, so that what workers have recorded of an order by then is in a later bucket.
 3. Windows. A window leaves its bucket when its result is published, or a dead letter.
 4. Tables, counters and all other buckets.
 5. Dead letters, then retries, which are copied from them.
@@ -35,10 +36,8 @@ from typing import Any
 
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import StreamConfig
-from aviso_workers.state import own_buckets
-from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, DELAYED, RETRIES
-
-__all__ = ["order", "twice"]
+from aviso_workers.state import delayed_messages, own_buckets, own_streams
+from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, RETRIES
 
 BUCKET = "KV_"
 LIMITS = "limits"
@@ -75,20 +74,21 @@ def twice(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     losing = [name for name, config in configs.items() if StreamConfig(config).retention != LIMITS]
     buckets = [name.removeprefix(BUCKET) for name in configs if name.startswith(BUCKET)]
     windows = "windows" in map(own_buckets.kind_of, buckets)
-    dead_letters = [DEAD_LETTERS] if windows and DEAD_LETTERS in configs else []
+    dead_letters = [name for name in configs if windows and own_streams.app_of(DEAD_LETTERS, name)]
     return sorted({*losing, *dead_letters})
 
 
 def _rank(name: str, config: Mapping[str, Any]) -> int:
     if name.startswith(BUCKET):
-        return {"timers": 2, "windows": 3}.get(own_buckets.kind_of(name.removeprefix(BUCKET)), 4)
-    ours = {
-        COUNTERS: 4,
-        DEAD_LETTERS: 5,
-        RETRIES: 6,
-        DELAYED: 7,
-    }
-    return ours.get(name, 8 if _origins(config) else 9)
+        return {"orders": 2, "timers": 2, "leases": 2, "live": 2, "windows": 3}.get(
+            own_buckets.kind_of(name.removeprefix(BUCKET)), 4
+        )
+    if delayed_messages.event_stream_of(name):
+        return 7
+    for kind, rank in ((COUNTERS, 4), (DEAD_LETTERS, 5), (RETRIES, 6)):
+        if own_streams.app_of(kind, name):
+            return rank
+    return 8 if _origins(config) else 9
 
 
 def _origins(config: Mapping[str, Any]) -> set[str]:

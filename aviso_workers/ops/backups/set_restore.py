@@ -36,8 +36,6 @@ from aviso_workers.ops.backups.restoration import STANDSTILL_SECONDS, require_re
 from aviso_workers.ops.backups.sets import BackupSet
 from aviso_workers.ops.backups.storage import Backup, Progress
 
-__all__ = ["GoesOn", "RestoredStream", "restore_set"]
-
 CONSUMER_SECONDS = 30.0
 """A cluster elects a leader for each consumer a moment after it is made."""
 POLL_SECONDS = 0.2

@@ -29,19 +29,6 @@ from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains
 from aviso_workers.ops.backups.storage import Backup, Moment, load, make_directory, time_of
 
-__all__ = [
-    "BackupSet",
-    "SetDraft",
-    "SetMember",
-    "SetRecord",
-    "find",
-    "load_set",
-    "members",
-    "newest",
-    "remove_those_with",
-    "unfinished",
-]
-
 NAMED = "set-*.json"
 UNFINISHED = ".unfinished-"
 

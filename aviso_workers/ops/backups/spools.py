@@ -19,8 +19,6 @@ from aviso_workers.ops.backups import encryption
 from aviso_workers.ops.backups.s2 import Readable
 from aviso_workers.ops.backups.storage import make_directory
 
-__all__ = ["Spool", "spool"]
-
 
 class Spool:
     """An archive that is written once and read as often as needed, also by several readers at once."""

@@ -37,29 +37,6 @@ from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import archive, encryption
 from aviso_workers.ops.backups.s2 import MalformedError, Readable
 
-__all__ = [
-    "Backup",
-    "BackupRecord",
-    "CountedFile",
-    "Draft",
-    "Moment",
-    "Previous",
-    "Progress",
-    "damage",
-    "exclusive",
-    "find",
-    "ignore",
-    "load",
-    "locked_backups",
-    "make_directory",
-    "opened",
-    "place_of",
-    "places",
-    "remove",
-    "sweep",
-    "time_of",
-]
-
 META = "backup.json"
 OF_ENTRIES, OF_FILES = "stream.arc.s2", "stream.tar.s2"
 """Archives of nats-server 2.15 and newer, and older."""

@@ -18,8 +18,6 @@ from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError
 from aviso_workers.ops.backups.storage import Backup, CountedFile, Progress, damage, ignore, opened
 
-__all__ = ["Contents", "read_contents", "verify"]
-
 
 class Contents(Struct, frozen=True, kw_only=True):
     """The contents of an archive, counted."""

@@ -8,13 +8,13 @@ not known here is not lost.
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.jetstream.info import Cluster
-
-__all__ = ["Advisory", "ConnectedServer", "Jsz", "OwnReplica", "OwnState", "UserInfo", "Varz"]
 
 
 class ConnectedServer(Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class Advisory(Struct, frozen=True, kw_only=True):
         """The error with which the server answered the request; None where it had none, or the advisory is of none."""
         try:
             return msgspec.json.decode(self.response, type=ApiAnswer).error
-        except msgspec.MsgspecError:
+        except UNREADABLE_JSON:
             return None  # a large answer is cut off, and is no error
 
 
@@ -98,7 +98,7 @@ class OwnReplica(Struct, frozen=True, kw_only=True):
 
     name: str
     """The stream's."""
-    created: datetime
+    created: Annotated[datetime, Meta(tz=True)]
     cluster: Cluster = Cluster()
     """Only the leader knows which replicas are current."""
     state: OwnState = OwnState()
@@ -144,7 +144,7 @@ class Varz(Struct, frozen=True, kw_only=True):
     server_id: str
     server_name: str
     version: str
-    now: datetime
+    now: Annotated[datetime, Meta(tz=True)]
     connections: int = 0
     max_connections: int = 0
     tags: tuple[str, ...] = ()

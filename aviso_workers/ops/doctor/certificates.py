@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-__all__ = ["expires"]
-
 UTC_TIME, GENERALIZED_TIME, VERSION = 0x17, 0x18, 0xA0
 FORMATS = {UTC_TIME: "%y%m%d%H%M%SZ", GENERALIZED_TIME: "%Y%m%d%H%M%SZ"}
 BEFORE_VALIDITY = 3

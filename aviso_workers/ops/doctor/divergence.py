@@ -16,8 +16,6 @@ from aviso_workers.errors import ServerProcessError
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.answers import OwnReplica
 
-__all__ = ["Look", "Looks", "diverged", "look_twice"]
-
 LATER_SECONDS = 3.0
 """Between the two looks: replicas carry out the same log within milliseconds, and messages that reach their max_age
 leave a replica by the clock of its server."""

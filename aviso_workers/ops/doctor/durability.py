@@ -11,12 +11,9 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from aviso_workers.aviso.literals import Duration
-from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.aviso.literals import SECOND, Duration
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops.doctor.facts import Facts
-
-__all__ = ["StreamDurability", "of_streams"]
 
 NEVER = 0
 UNKNOWN = -1

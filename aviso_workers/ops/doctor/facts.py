@@ -16,21 +16,28 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct, structs
 
+from aviso_workers.aviso import codec
 from aviso_workers.backends import Admin, Received
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
-from aviso_workers.errors import BackendError, DeniedError, NotFoundError, ServerProcessError, UnavailableError
+from aviso_workers.errors import (
+    BackendError,
+    DeniedError,
+    NotFoundError,
+    ServerProcessError,
+    UnavailableError,
+    UndecodableError,
+)
 from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import AccountInfo, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import agent_inventory, backups, denials, inventory
+from aviso_workers.ops import agent_inventory, backups, denials, inventory, snapshots
 from aviso_workers.ops.agent_inventory import Recorded, RunAlone
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.denials import Denials
@@ -39,12 +46,15 @@ from aviso_workers.ops.doctor.answers import Advisory, ConnectedServer
 from aviso_workers.ops.doctor.divergence import Looks
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.doctor.replicas import Groups
+from aviso_workers.ops.health import Unknown
 from aviso_workers.ops.mirrors import Link, Mirrors
+from aviso_workers.ops.snapshots import ServerSnapshot
+from aviso_workers.state import worker_records
 from aviso_workers.state.consumer_records import ConsumerRecord
+from aviso_workers.state.declarations import AppDeclarations, Deploy
 from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.timer_requests import Pause
-
-__all__ = ["Facts", "Need", "Sample", "Scope", "gather"]
+from aviso_workers.state.worker_records import WorkerRecord
 
 T = TypeVar("T")
 
@@ -62,6 +72,8 @@ for 4 s for those whose server is down before it lists the others."""
 MAX_LATER, LATER_SECONDS = 3, 1.0
 """How many more samples are taken where replicas seem to be behind, and the time before each: a replica of a busy
 stream is behind for moments."""
+MAX_ADVISORY_BYTES = 32 << 20
+"""Of all advisories of an examination: any client may publish on their subjects."""
 AT_ONCE = 32
 """The most requests that run side by side."""
 
@@ -106,7 +118,7 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
 
     now: datetime
     """By the server's clock where that is known, as the times of records are."""
-    dead_letters: Mapping[tuple[str, ...], int]
+    dead_letters: Mapping[tuple[str, str], int]
     """Dead letters that are kept, by app and agent."""
     records: Mapping[tuple[str, str], ConsumerRecord]
     """The records of workers on agents' consumers, by stream and consumer."""
@@ -129,6 +141,14 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """Streams that follow others, or did until they were promoted, and their origins as far as these answer."""
     is_strict: bool | None
     """Whether JetStream's API refuses requests with unknown fields; None where that is not known."""
+    deploys: Mapping[str, tuple[Deploy, ...]] = {}
+    """The last deploys, by app."""
+    oldest_pending: Mapping[tuple[str, str], datetime] = {}
+    """As `snapshots.oldest_pending` returns it."""
+    apps: Mapping[str, AppDeclarations] = {}
+    """What the apps have declared."""
+    workers: dict[str, list[WorkerRecord]] | Unknown = {}
+    """The workers that live, by app, as far as they have recorded themselves."""
 
 
 class Facts(_UnsampledFacts, frozen=True, kw_only=True):
@@ -169,11 +189,55 @@ class Facts(_UnsampledFacts, frozen=True, kw_only=True):
         """Return whether it is known that a stream has no such consumer."""
         return (stream, consumer) not in self.consumers and consumer not in self.after.names.get(stream, {consumer})
 
+    def snapshot(self, sample: Sample, at: float) -> ServerSnapshot:
+        """Return a sample, taken at `at`, with what workers have recorded, as all reports are made of it."""
+        silent = [f"{stream} > {name}" for stream, names in sample.names.items() for name in names]
+        known = {f"{stream} > {name}" for stream, name in sample.consumers}
+        return ServerSnapshot(
+            at=at,
+            streams=dict(sample.streams),
+            unavailable=[*sample.unavailable, *(each for each in silent if each not in known)],
+            consumers=dict(sample.consumers),
+            oldest_pending=self.oldest_pending,
+            recorded=Recorded(
+                time=self.now,
+                consumers=dict(self.records),
+                functions=dict(self.functions),
+                failures=dict(self.failures),
+                pauses={},
+                runs={},
+                deploys=dict(self.deploys),
+            ),
+            workers=self.workers,
+            denied=Denials(),
+        )
+
+    @property
+    def without_leader(self) -> frozenset[str]:
+        """The streams for which no server answered in both samples. One that was just deleted is missing from one of
+        the two listings.
+        """
+        return self.before.unavailable & self.after.unavailable
+
+    @property
+    def all_run(self) -> bool:
+        """Whether every server of the cluster answers on its monitoring port, and none has turned JetStream off."""
+        is_unknown = self.unreachable or "monitoring" in self.unknown
+        return not (is_unknown or any(one.cannot_write for one in self.monitored))
+
     @property
     def configured_streams(self) -> Mapping[str, StreamInfo]:
         """The existing streams that the configuration describes, by name."""
         names = [plan.stream for plan in self.plans.values()]
         return {name: self.streams[name] for name in names if name in self.streams}
+
+    @property
+    def recorded_streams(self) -> frozenset[str]:
+        """The streams of event types that only workers of some app have recorded. They record what they like, so it is
+        no reason to stop a server.
+        """
+        of_events = event_streams(self.config.notification_schema)
+        return frozenset(stream for stream, name in of_events.items() if name in self.config.recorded)
 
     @property
     def event_streams(self) -> Mapping[str, StreamInfo]:
@@ -249,8 +313,10 @@ async def _unsampled_facts(
     async with anyio.create_task_group() as tasks:
         dead_letters = _Later(tasks, lambda: ask("dead_letters", lambda: agent_inventory.dead_letters(admin)))
         recorded = _Later(tasks, lambda: ask("records", requests.recorded))
+        oldest = _Later(tasks, lambda: ask("streams", lambda: snapshots.oldest_pending(admin, after.consumers)))
+        workers = _Later(tasks, lambda: ask("records", lambda: worker_records.stored(admin)))
         run_alone = _Later(tasks, lambda: ask("records", lambda: agent_inventory.run_alone(admin, after.streams)))
-        due = _Later(tasks, lambda: ask("streams", lambda: agent_inventory.due(admin)))
+        due = _Later(tasks, lambda: ask("streams", lambda: agent_inventory.due(admin, after.streams)))
         links = _Later(tasks, lambda: ask("streams", lambda: Mirrors(admin).links(after.streams.values())))
         monitored = _Later(tasks, lambda: _monitored(config, requests, server, scope))
         is_strict = _Later(tasks, lambda: monitoring_port.is_strict(admin))
@@ -269,6 +335,10 @@ async def _unsampled_facts(
         looks=looks,
         links=tuple(links.result or ()),
         is_strict=is_strict.result,
+        deploys=kept.deploys if kept else {},
+        apps=kept.apps if kept else {},
+        oldest_pending=oldest.result or {},
+        workers=Unknown(requests.unknown["records"]) if workers.result is None else workers.result,
     )
 
 
@@ -313,7 +383,7 @@ class _Requests:
 
     def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Received]]:
         """Subscribe to the advisories and metrics of the servers."""
-        return self._administration.listen(f"{EVENTS}>")
+        return self._administration.listen(f"{EVENTS}>", max_bytes=MAX_ADVISORY_BYTES)
 
     async def sample(self, before: Sample | None = None) -> Sample:
         """Return a sample. Where one `before` has unavailable streams, each of the others is asked for by its name: a
@@ -394,7 +464,7 @@ class _Requests:
 
         async def inspect(url: str) -> None:
             try:
-                answers[url] = await anyio.to_thread.run_sync(monitoring_port.inspect, url)
+                answers[url] = await anyio.to_thread.run_sync(monitoring_port.inspect, url, abandon_on_cancel=True)
             except ServerProcessError as error:
                 unreachable[url] = str(error)
 
@@ -435,8 +505,8 @@ async def _advisories(requests: _Requests) -> AsyncIterator[list[Advisory]]:
         yield received
         while messages.statistics().current_buffer_used:
             one = messages.receive_nowait()
-            with suppress(msgspec.MsgspecError):  # any client may publish on these subjects
-                advisory = msgspec.json.decode(one.data, type=Advisory)
+            with suppress(UndecodableError):  # any client may publish on these subjects
+                advisory = codec.read_json(one.data, Advisory)
                 received.append(structs.replace(advisory, kind=one.subject.removeprefix(EVENTS)))
 
 

@@ -17,8 +17,6 @@ from aviso_workers.config.settings import Accepted
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor.facts import Facts, Need
 
-__all__ = ["Check", "Finding", "Result", "State", "about", "check", "judge", "worst"]
-
 PAGE = "docs/operations/checks.md"
 COMMANDS = ("aviso-workers ", "nats ")
 NOT_IN_PRODUCTION = "checked only with --production"

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
-from urllib.request import ProxyHandler, build_opener
 
 import msgspec
 from msgspec import Struct, structs
 
+from aviso_workers import http_answers
+from aviso_workers.aviso import codec
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.config.nats_server import LOOPBACK_NAMES
-from aviso_workers.errors import BackendError, ServerProcessError
+from aviso_workers.errors import BackendError, ServerProcessError, UndecodableError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.ops.doctor.answers import ConnectedServer, Jsz, OwnReplica, UserInfo, Varz
 from aviso_workers.server import store
 
-__all__ = ["LOOPBACK", "Monitored", "connected_server", "inspect", "is_strict", "own_replicas", "urls"]
-
 ANSWER_SECONDS = 5.0
+"""How long a server may be silent."""
+WHOLE_SECONDS = 30.0
+MAX_BYTES = 256 << 20
+"""Of one answer. A consumer has about a thousand bytes, and there may be a hundred thousand of them."""
 NAME_SECONDS = 2.0
 LOOPBACK = (*LOOPBACK_NAMES, "::1")
 MAX_LOOKS, LOOK_AGAIN_SECONDS = 4, 1.0
+OFF = "JetStream is off there"
+"""The health of a server that is to have JetStream and has turned it off, as it does when its disk is full."""
 EVERY_ADDRESS = ("0.0.0.0", "::")
-NEAR = build_opener(ProxyHandler({}))
-"""A monitoring port is near: a proxy that the environment names is for the web."""
+UNREADABLE = (OSError, HTTPException, ValueError, RecursionError)
+"""Errors of an answer that comes from somebody else than a nats-server, or not at all."""
 
 
 class Closed(Struct, frozen=True, kw_only=True):
@@ -51,10 +53,39 @@ class Connections(Struct, frozen=True):
     connections: tuple[Closed, ...] | None
 
 
+class HealthError(Struct, frozen=True):
+    error: str = "no reason given"
+
+
+class Healthz(Struct, frozen=True):
+    """The answer to /healthz."""
+
+    status: str = "no reason given"
+    error: str = ""
+    errors: tuple[HealthError, ...] | None = None
+
+    def __str__(self) -> str:
+        if self.status == "ok":
+            return "ok"
+        return "; ".join(each.error for each in self.errors or ()) or self.error or self.status
+
+
+class Route(Struct, frozen=True):
+    remote_name: str
+
+
+class Routez(Struct, frozen=True):
+    """The answer to /routez: the servers of its cluster that a server is connected to."""
+
+    routes: tuple[Route, ...] | None
+
+
 # Servers are inspected side by side, in threads. msgspec crashes where two threads are the first to decode a type.
 JSZ = msgspec.json.Decoder(Jsz)
 VARZ = msgspec.json.Decoder(Varz)
 CONNECTIONS = msgspec.json.Decoder(Connections)
+HEALTH = msgspec.json.Decoder(Healthz)
+ROUTES = msgspec.json.Decoder(Routez)
 
 
 class Monitored(Struct, frozen=True, kw_only=True):
@@ -87,10 +118,10 @@ class Monitored(Struct, frozen=True, kw_only=True):
 
     @property
     def cannot_write(self) -> bool:
-        """Whether the server does not write to some of its streams any more, such as for a full disk, until it is
-        restarted.
+        """Whether the server does not write to some of its streams any more, or has turned JetStream off, such as for a
+        full disk, until it is restarted.
         """
-        return "write error" in self.health
+        return "write error" in self.health or self.health == OFF
 
     @property
     def machine(self) -> str:
@@ -108,9 +139,9 @@ async def connected_server(admin: Admin) -> ConnectedServer:
     administration = admin.administration()
     try:
         answer = await administration.request("$SYS.REQ.USER.INFO", timeout_seconds=NAME_SECONDS)
-    except BackendError:
+        found = codec.read_json(answer.data, UserInfo)
+    except (BackendError, UndecodableError):
         return ConnectedServer(name="nats-server", ver=administration.server_version)
-    found = msgspec.json.decode(answer.data, type=UserInfo)
     return structs.replace(found.server, account=found.data.account)
 
 
@@ -149,16 +180,16 @@ def inspect(url: str) -> Monitored:
         varz = _with_meta_group(varz, url)
         # A server that was asked for /varz before JetStream had started never has its configuration there.
         varz = structs.replace(varz, jetstream=structs.replace(varz.jetstream, config=jsz.config))
-        health, routes = _object(_ask(url, "/healthz?details=true")), _object(_ask(url, "/routez"))
+        health, routes = HEALTH.decode(_ask(url, "/healthz?details=true")), ROUTES.decode(_ask(url, "/routez"))
         closed = CONNECTIONS.decode(_ask(url, "/connz?state=closed&sort=stop")).connections or ()
-        remotes = frozenset(str(route["remote_name"]) for route in routes["routes"] or ())
+        remotes = frozenset(route.remote_name for route in routes.routes or ())
         unserved = store.unserved(lambda: _ask(url, store.SERVED)) if _disk(url, varz) else ""
-    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         raise ServerProcessError(f"no answer of a nats-server from {url}: {error}") from error
     return Monitored(
         url=url,
         varz=varz,
-        health=_health(health),
+        health=OFF if jsz.disabled and health.status != "ok" else str(health),
         routes=remotes,
         ahead_seconds=(varz.now - asked - half).total_seconds(),
         uncertain_seconds=half.total_seconds(),
@@ -175,7 +206,7 @@ def own_replicas(url: str, account: str) -> Mapping[str, OwnReplica]:
     """
     try:
         found = JSZ.decode(_ask(url, f"/jsz?streams=true&acc={quote(account)}")).account_details or ()
-    except (OSError, HTTPException, ValueError) as error:
+    except UNREADABLE as error:
         raise ServerProcessError(f"no answer of a nats-server from {url}: {error}") from error
     return {each.name: each for one in found for each in one.stream_detail or ()}
 
@@ -209,20 +240,11 @@ def _machine(url: str) -> str:
 
 
 def _ask(url: str, path: str) -> bytes:
-    try:
-        with NEAR.open(url.rstrip("/") + path, timeout=ANSWER_SECONDS) as answer:
-            return bytes(answer.read())
-    except HTTPError as unwell:
-        with unwell:
-            return unwell.read()  # /healthz says what is wrong with a 503
-
-
-def _object(answer: bytes) -> dict[str, Any]:
-    return dict(json.loads(answer))
-
-
-def _health(answer: dict[str, Any]) -> str:
-    if answer.get("status") == "ok":
-        return "ok"
-    wrong: Sequence[str] = [str(each.get("error", each)) for each in answer.get("errors") or ()]
-    return "; ".join(wrong) or str(answer.get("error", answer.get("status", "no reason given")))
+    return http_answers.read(
+        url.rstrip("/") + path,
+        seconds=WHOLE_SECONDS,
+        silent_seconds=ANSWER_SECONDS,
+        max_bytes=MAX_BYTES,
+        near=True,
+        failures=True,  # /healthz says what is wrong with a 503
+    )

@@ -14,8 +14,6 @@ from aviso_workers.ops.doctor import Report
 from aviso_workers.ops.doctor.judgements import Finding, Result, State
 from aviso_workers.telemetry.metrics import render_gauges
 
-__all__ = ["document", "gauges", "measured", "nagios", "skipped", "text"]
-
 NAGIOS = {State.PASS: "OK", State.SKIP: "OK", State.ACCEPTED: "OK", State.WARN: "WARNING", State.FAIL: "CRITICAL"}
 MAX_FINDINGS = 10
 """The most findings of a check that are shown as text."""

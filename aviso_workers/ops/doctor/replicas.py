@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.jetstream.info import Cluster
 from aviso_workers.jetstream.monitoring import FAR_BEHIND, INACTIVE_SECONDS
-
-__all__ = ["Groups", "is_doubtful", "wrong_in_all"]
 
 Groups = Mapping[tuple[str, str], Cluster]
 """The servers that keep each stream and each consumer, by stream and consumer; the consumer of a stream is empty."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from aviso_workers.aviso import schema, topics
@@ -17,11 +18,9 @@ from aviso_workers.aviso.codec import Message, NotificationReader
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.info import StreamConfig
-from aviso_workers.state import dead_letter_records, delayed_messages
+from aviso_workers.state import dead_letter_records, delayed_messages, own_streams
 from aviso_workers.state.dead_letter_records import DeadLetter
-from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
-
-__all__ = ["CARRYING", "Matches", "Wanted", "carrier", "original_in", "relation"]
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 SOURCE = "Nats-Stream-Source"
 CLOCKS_DIFFER_NS = 60_000_000_000
@@ -60,12 +59,10 @@ class Wanted:
         return self._reader.matches(original)
 
     def carried_by(self, stream: str) -> Matches:
-        """Return a function that tells whether a message of one of the streams in `CARRYING`, or a copy of it, carries
-        one of them.
-        """
+        """Return a function that tells whether a message of a `carrier`, or a copy of it, carries one of them."""
 
         def matches(message: Message) -> bool:
-            found = CARRYING[stream](message)
+            found = original_in(stream, message)
             return found is not None and found[0] == self.stream and self.matches(found[1])
 
         return matches
@@ -75,7 +72,7 @@ class Wanted:
         original = original_in(stream, message)
         if original is not None and original[0] == self.stream:
             message = original[1]
-        elif stream in CARRYING:
+        elif _carried_by(stream):
             return False
         return self.matches(message)
 
@@ -131,12 +128,12 @@ def relation(config: Mapping[str, Any], origin: str) -> str:
 
 
 def carrier(stream: str, configs: Mapping[str, Mapping[str, Any]], *, seen: frozenset[str] = frozenset()) -> str:
-    """Return the stream in `CARRYING` that a stream is, mirrors or sources, also by way of others; empty where there is
-    none.
+    """Return the stream of ours, with messages that carry notifications, that a stream is, mirrors or sources, also by
+    way of others; empty where there is none.
 
     `configs` are those of the streams that are known.
     """
-    if stream in CARRYING:
+    if _carried_by(stream):
         return stream
     if stream in seen or stream not in configs:
         return ""
@@ -149,9 +146,7 @@ def original_in(stream: str, message: Message) -> Original | None:
     """Return the original of a message, as far as the message names it: its stream, and the message there; else
     None.
     """
-    if stream in CARRYING:
-        return CARRYING[stream](message)
-    return _sourced(message)
+    return (_carried_by(stream) or _sourced)(message)
 
 
 def _sourced(message: Message) -> Original | None:
@@ -167,16 +162,25 @@ def _sourced(message: Message) -> Original | None:
     return stream, original
 
 
-def _dead_letter(message: Message) -> Original | None:
+def _carried_by(stream: str) -> Callable[[Message], Original | None] | None:
+    """Return what tells the original of a message of one of our streams that carry notifications; None for others."""
+    if app := own_streams.app_of(DEAD_LETTERS, stream):
+        return partial(_dead_letter, app)
+    if own_streams.app_of(RETRIES, stream):
+        return _retry
+    return _waiting if delayed_messages.event_stream_of(stream) else None
+
+
+def _dead_letter(app: str, message: Message) -> Original | None:
     with suppress(UndecodableError):
-        dead_letter = DeadLetter.read(message)
+        dead_letter = DeadLetter.read(message, app)
         return dead_letter.stream, dead_letter.original
     return None
 
 
 def _retry(message: Message) -> Original | None:
     original, stream = dead_letter_records.unwrap(message)
-    return stream, original
+    return (stream, original) if stream else None
 
 
 def _waiting(message: Message) -> Original | None:
@@ -184,11 +188,3 @@ def _waiting(message: Message) -> Original | None:
         outgoing = delayed_messages.original(message)
         return outgoing.stream, outgoing.message
     return None
-
-
-CARRYING: Mapping[str, Callable[[Message], Original | None]] = {
-    DEAD_LETTERS: _dead_letter,
-    RETRIES: _retry,
-    DELAYED: _waiting,
-}
-"""Streams of ours whose messages carry notifications, and what each message carries."""

@@ -17,8 +17,6 @@ import anyio
 from aviso_workers.backends import Backend
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 
-__all__ = ["DeletionPace", "delete"]
-
 MAX_UNDER_WAY = 512
 SOON_SECONDS = 0.02
 """A publish may wait for so long because of the deletions before it."""

@@ -35,9 +35,7 @@ from aviso_workers.ops.erasure import copies, deletion, records, replicas
 from aviso_workers.ops.erasure.copies import Matches, Wanted
 from aviso_workers.ops.erasure.records import ErasureRecord, FoundMessages
 from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key, suspects
-from aviso_workers.state.own_streams import DELAYED
-
-__all__ = ["ELSEWHERE", "INDEX_WITHIN", "Eraser", "Survey", "Unreached"]
+from aviso_workers.state import delayed_messages
 
 ELSEWHERE = (
     "backups: `aviso-workers backup cleanse DIR --erasure RECORD` rewrites them",
@@ -150,7 +148,8 @@ class Eraser:
         await self._survey_others(infos, found)
         findings = tuple(finding for finding in found.values() if finding.sequences)
         # A delayed message has been in the stream of delayed messages, whether or not any waits there now.
-        concerned = {finding.stream for finding in findings} | {DELAYED} & infos.keys()
+        schedules = delayed_messages.stream_of(self._wanted.stream)
+        concerned = {finding.stream for finding in findings} | {schedules} & infos.keys()
         unreached = [each for stream in sorted(concerned) for each in _unreached(stream, infos[stream])]
         # Also of those that hold nothing: an erasure before this one may have left the bytes on such a replica.
         unreached += [_lagging(stream, servers) for stream, servers in sorted(self._not_current.items()) if servers]

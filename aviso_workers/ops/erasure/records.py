@@ -21,8 +21,6 @@ from aviso_workers import files
 from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.errors import InvalidNotificationError, RefusedError
 
-__all__ = ["ErasureRecord", "FoundMessages", "create", "read", "replace"]
-
 
 class FoundMessages(Struct, frozen=True, kw_only=True):
     """Messages of one stream that are to be erased."""

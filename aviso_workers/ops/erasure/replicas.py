@@ -13,8 +13,6 @@ import anyio
 
 from aviso_workers.backends import Admin
 
-__all__ = ["not_current"]
-
 WITHIN_SECONDS, POLL_SECONDS = 30.0, 0.1
 
 

@@ -19,10 +19,8 @@ from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin, Message, StreamInfo
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
 from aviso_workers.jetstream.key_value import decode_key
-from aviso_workers.state import consumer_records, failure_counts, own_buckets, table_records
+from aviso_workers.state import consumer_records, failure_counts, own_buckets, own_streams, table_records
 from aviso_workers.state.own_streams import COUNTERS
-
-__all__ = ["Suspect", "parse_key", "subject_of_key", "subjects_of_key", "suspects"]
 
 BUCKET, OF_KEYS = "KV_", "$KV."
 PIECE = re.compile(r"[^\W_]+|[\W_]")
@@ -30,10 +28,10 @@ PIECE = re.compile(r"[^\W_]+|[\W_]")
 POSITIONS = {"counted", "sequence", "stored", "closed", "time"}
 """The fields of the state of a window beside the values of windows: sequences and times."""
 
-POSITIONS_ONLY = ("timers",)
+POSITIONS_ONLY = ("timers", "leases", "live")
 """Kinds of buckets that hold only sequences and times."""
 NOTED = tuple(f"/{note}" for note in consumer_records.NOTES)
-"""What of that bucket has the texts of errors; the rest are positions, versions and declarations."""
+"""What of the `state` of an app has the texts of errors; the rest are positions, versions and declarations."""
 
 Kind = Literal["table", "windows", "counter", "bucket"]
 
@@ -58,8 +56,8 @@ async def suspects(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterab
     for stream in sorted(infos):
         if stream.startswith(BUCKET) and own_buckets.kind_of(stream.removeprefix(BUCKET)) not in POSITIONS_ONLY:
             found.append(await _bucket(admin, stream.removeprefix(BUCKET), wanted))
-        elif stream == COUNTERS:
-            found += await _counters(admin, wanted)
+        elif app := own_streams.app_of(COUNTERS, stream):
+            found += await _counters(admin, app, wanted)
     return [suspect for suspect in found if suspect.keys or suspect.unread]
 
 
@@ -73,7 +71,7 @@ def parse_key(text: str) -> tuple[str, str]:
 
 def subjects_of_key(holder: str, key: str) -> tuple[str, str]:
     """Return the two subjects that a key may have: that in a bucket, and that in a counter `<app>__<counter>`."""
-    app, _, name = holder.rpartition("__")
+    app, _, name = holder.partition("__")
     return f"{OF_KEYS}{holder}.{key}", f"{table_records.COUNTERS_SUBJECT}.{app}.{name}.{key}"
 
 
@@ -82,8 +80,8 @@ def subject_of_key(infos: Mapping[str, StreamInfo], holder: str, key: str) -> tu
     of_bucket, of_counter = subjects_of_key(holder, key)
     if f"{BUCKET}{holder}" in infos:
         return f"{BUCKET}{holder}", of_bucket
-    if "__" in holder and COUNTERS in infos:
-        return COUNTERS, of_counter
+    if (counters := own_streams.of_app(COUNTERS, holder.partition("__")[0])) in infos:
+        return counters, of_counter
     raise NotFoundError(f"no bucket {holder!r}, and no counter")
 
 
@@ -97,7 +95,7 @@ async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
             key = message.subject.removeprefix(f"{OF_KEYS}{bucket}.")
             if kind == "windows" and key.startswith("="):
                 continue  # how far time has come, of all keys
-            if bucket == consumer_records.BUCKET and not key.endswith(NOTED):
+            if found == "state" and not key.endswith(NOTED):
                 continue
             if found == "failures" and not key.endswith(failure_counts.DECIDED):
                 continue  # counts
@@ -109,14 +107,15 @@ async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
     return Suspect(kind=kind, name=bucket, keys=sum(newest.values()), named=tuple(sorted(named)))
 
 
-async def _counters(admin: Admin, wanted: _Values) -> list[Suspect]:
+async def _counters(admin: Admin, app: str, wanted: _Values) -> list[Suspect]:
     keys: dict[str, set[str]] = {}
+    prefix = f"{table_records.COUNTERS_SUBJECT}.{app}."
     try:
-        subjects = await admin.subject_counts(COUNTERS, subject=f"{table_records.COUNTERS_SUBJECT}.>")
+        subjects = await admin.subject_counts(own_streams.of_app(COUNTERS, app), subject=f"{prefix}>")
     except BackendError as error:
-        return [Suspect(kind="counter", name="all counters", keys=0, unread=str(error))]
+        return [Suspect(kind="counter", name=f"all counters of {app}", keys=0, unread=str(error))]
     for subject in subjects:
-        app, name, key = subject.removeprefix(f"{table_records.COUNTERS_SUBJECT}.").split(".", 2)
+        name, key = subject.removeprefix(prefix).split(".", 1)
         keys.setdefault(f"{app}__{name}", set()).add(key)
     return [
         Suspect(

@@ -24,8 +24,9 @@ from typing import Any, Protocol
 
 import anyio
 
-from aviso_workers.config import Secret
+from aviso_workers.config import Secret, settings
 from aviso_workers.errors import ConfigError
+from aviso_workers.telemetry.failed_logins import FailedLogins
 
 __all__ = ["PATHS", "Health", "Probed", "StatusServer"]
 
@@ -107,7 +108,8 @@ class StatusServer:
     """Serves while its `with` block runs.
 
     With a `token`, `/metrics` is only for who sends it as a bearer token (RFC 6750); the probes are for everybody.
-    Connections for other paths are given to `hand_over`. Raises `ConfigError` where the port is taken.
+    Connections for other paths are given to `hand_over`. Raises `ConfigError` where the port is taken, or where others
+    than this machine reach it and could guess the token.
     """
 
     def __init__(
@@ -120,6 +122,8 @@ class StatusServer:
         token: Secret | None = None,
         hand_over: HandOver | None = None,
     ) -> None:
+        if token is not None and (refusals := settings.weakness({"workers.status.token": token}, host)):
+            raise ConfigError(refusals)
         try:
             self._server = _ThreadedServer((host, port), health, metrics, token)
         except OSError as error:
@@ -158,6 +162,7 @@ class _ThreadedServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], health: Probed, metrics: Shown, token: Secret | None) -> None:
         self.health, self.metrics, self.token = health, metrics, token
+        self.failed = FailedLogins("status.login_failed")
         self._open: dict[socket.socket, None] = {}
         """The connections, oldest first."""
         self._lock = threading.Lock()
@@ -220,7 +225,12 @@ class _Request(BaseHTTPRequestHandler):
                 self._answer(self.server.health.stuck())
             case "/readyz":
                 self._answer(*self.server.health.readiness())
+            case "/metrics" if self.server.token and (refusal := self.server.failed.refusal(self.client_address[0])):
+                self._send(429, refusal.encode())
             case "/metrics" if not self._is_allowed():
+                if self.headers.get("Authorization"):
+                    with self.server.failed.slowed(self.client_address[0]) as seconds:
+                        time.sleep(seconds)
                 self._send(401, b"send the token of workers.status.token: Authorization: Bearer ...\n")
             case "/metrics":
                 self._send(200, *self.server.metrics(self.headers.get("Accept", "")))

@@ -24,7 +24,7 @@ from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
-OWN = ["MARS", "aviso_workers_dead_letters", "aviso_workers_schedule", "KV_index__sums"]
+OWN = ["MARS", "aviso_workers_dead_letters__index", "aviso_workers_schedule__MARS", "KV_index__table__sums"]
 COPIES = ["MIRROR", "SOURCED", "TURNED", "MIRROR_OF_TURNED", "RENAMED"]
 
 
@@ -62,9 +62,9 @@ class Place:
             for klass in ("od", "rd"):
                 await self.notify(klass, range(2))
                 await self.notify(klass, [2], deliver_after=3600)
-            await self.until_stored("aviso_workers_dead_letters", 4)
+            await self.until_stored("aviso_workers_dead_letters__index", 4)
             stop.set()
-        bucket = await self.app.session.backend.key_value("index__sums")
+        bucket = await self.app.session.backend.key_value("index__table__sums")
         await bucket.put("od", b"secret-of-od-sum.")
         await bucket.put("rd", b"secret-of-rd-sum.")
         transforms = [{"src": "mars.*.*", "dest": "turned.{{wildcard(2)}}.{{wildcard(1)}}"}]
@@ -115,14 +115,14 @@ async def test_by_the_record_of_an_erasure_it_is_gone_from_every_backup(place: P
     await place.fill()
     found = await place.back_up()
     assert all(_secrets(backup, "od") for backup in found)
-    record = await place.erase(where={"class": "od"}, keys=["index__sums/od"])
+    record = await place.erase(where={"class": "od"}, keys=["index__table__sums/od"])
     forgotten = Forgotten(records=[record])
     assert forgotten.doubts(found) == []
     assert _forget(found, forgotten) == {
         "MARS": 2,
-        "aviso_workers_dead_letters": 2,
-        "aviso_workers_schedule": 1,
-        "KV_index__sums": 1,
+        "aviso_workers_dead_letters__index": 2,
+        "aviso_workers_schedule__MARS": 1,
+        "KV_index__table__sums": 1,
         **dict.fromkeys(COPIES, 2),
     }
     after = [backups.load(backup.directory) for backup in found]
@@ -136,7 +136,7 @@ async def test_by_identifier_copies_are_known_by_what_they_say_of_themselves(pla
     await place.fill()
     found = await place.back_up()
     wanted = backups.of_identifier(place.app.config, found, {"class": "od"})
-    forgotten = Forgotten(wanted, keys=["index__sums/od"])
+    forgotten = Forgotten(wanted, keys=["index__table__sums/od"])
     [doubt] = forgotten.doubts(found)
     assert doubt.startswith("RENAMED has other subjects than the streams whose messages it copies")
     assert set(_forget(found, forgotten)) == {*OWN, *COPIES} - {"RENAMED"}
@@ -158,15 +158,15 @@ async def test_a_stream_that_was_made_again_keeps_its_other_messages(place: Plac
 
 async def test_a_dead_letter_that_was_dropped_before_the_erasure_goes_from_its_backup(place: Place) -> None:
     await place.fill()
-    found = await place.back_up("aviso_workers_dead_letters")
-    await place.app.session.backend.purge_stream("aviso_workers_dead_letters")
+    found = await place.back_up("aviso_workers_dead_letters__index")
+    await place.app.session.backend.purge_stream("aviso_workers_dead_letters__index")
     record = await place.erase(where={"class": "od"})
-    assert _forget(found, Forgotten(records=[record])) == {"aviso_workers_dead_letters": 2}
+    assert _forget(found, Forgotten(records=[record])) == {"aviso_workers_dead_letters__index": 2}
 
 
 async def test_a_dead_letter_goes_from_a_backup_of_what_mirrors_dead_letters(place: Place) -> None:
     await place.fill()
-    await place.create("ARCHIVE", mirror={"name": "aviso_workers_dead_letters"})
+    await place.create("ARCHIVE", mirror={"name": "aviso_workers_dead_letters__index"})
     await place.until_stored("ARCHIVE", 4)
     [backup] = await place.back_up("ARCHIVE")
     wanted = backups.of_identifier(place.app.config, [backup], {"class": "od"}, event_type="mars")

@@ -142,7 +142,7 @@ async def test_what_is_restored_under_load_repeats_and_never_skips(
         numbers = [json.loads(message.data)["n"] for message in stored]
         assert numbers == sorted(numbers)
         assert len(numbers) > BEFORE, "something was published while the set was made"
-        await backend.purge_stream("KV_field_leases")  # otherwise a worker waits until the one of a dead one is over
+        await backend.purge_stream("KV_field__leases")  # otherwise a worker waits until the one of a dead one is over
         async with after.worker():
             await after.app.notify("mars", {"class": "od", "step": 1}, {"n": LAST})
 
@@ -180,7 +180,7 @@ async def test_what_waits_to_be_delivered_is_delivered_in_another_account(
         there = Site(write_config(server.url, user="b", password="x", name="there.yaml"))
         async with there.app:
             await there.restore(tmp_path / "kept")
-            assert await messages(there) == {"MARS": 0, "aviso_workers_schedule": 1}
+            assert await messages(there) == {"MARS": 0, "aviso_workers_schedule__MARS": 1}
 
             async def delivered() -> bool:
                 return there.handled == [1]
@@ -189,7 +189,7 @@ async def test_what_waits_to_be_delivered_is_delivered_in_another_account(
                 await there.until(delivered)
                 await there.until(there.settled)
             found = await messages(there)
-            assert (found["MARS"], found["aviso_workers_schedule"]) == (1, 0)
+            assert (found["MARS"], found["aviso_workers_schedule__MARS"]) == (1, 0)
 
 
 def ticking(config: Path) -> tuple[App, list[datetime]]:
@@ -237,7 +237,7 @@ async def test_no_tick_that_the_set_knows_is_run_again_and_none_is_skipped(
         await site.delete_all()
         await site.restore(tmp_path)
         await site.app.session.backend.purge_stream(
-            "KV_field_leases"
+            "KV_field__leases"
         )  # otherwise the next leader waits until it is over
     second, after = ticking(config)
     async with second, working(second):
@@ -255,24 +255,45 @@ def config_of(**fields: Any) -> dict[str, Any]:
 
 def test_sources_are_taken_before_what_they_move_to() -> None:
     names = (
-        *("MARS", "KV_field_windows_volume", "KV_field__rows", "aviso_workers_dead_letters", "aviso_workers_retries"),
-        *("aviso_workers_schedule", "KV_field_timers", "KV_field_leases"),
+        *(
+            "MARS",
+            "KV_field__windows__volume",
+            "KV_field__table__rows",
+            "aviso_workers_dead_letters__field",
+            "aviso_workers_retries__field",
+        ),
+        *("aviso_workers_schedule__MARS", "KV_field__timers", "KV_field__leases", "KV_field__orders"),
     )
     configs = {name: config_of() for name in names}
     configs["COPY"] = config_of(mirror={"name": "MARS"})
-    configs["ROWS_ELSEWHERE"] = config_of(sources=[{"name": "KV_field__rows"}])
+    configs["ROWS_ELSEWHERE"] = config_of(sources=[{"name": "KV_field__table__rows"}])
     configs["FAR"] = config_of(mirror={"name": "MARS", "external": {"api": "$JS.far.API"}})
     assert set_order.order(configs) == [
-        *("KV_field_leases", "KV_field_timers", "KV_field_windows_volume", "ROWS_ELSEWHERE", "KV_field__rows"),
-        *("aviso_workers_dead_letters", "aviso_workers_retries", "aviso_workers_schedule", "COPY", "FAR", "MARS"),
+        *(
+            "KV_field__leases",
+            "KV_field__orders",
+            "KV_field__timers",
+            "KV_field__windows__volume",
+            "ROWS_ELSEWHERE",
+            "KV_field__table__rows",
+        ),
+        *(
+            "aviso_workers_dead_letters__field",
+            "aviso_workers_retries__field",
+            "aviso_workers_schedule__MARS",
+            "COPY",
+            "FAR",
+            "MARS",
+        ),
     ]
 
 
 def test_streams_between_which_things_move_both_ways_are_taken_twice() -> None:
-    configs = {"JOBS": config_of(retention="workqueue"), "aviso_workers_dead_letters": config_of(), "MARS": config_of()}
+    letters = "aviso_workers_dead_letters__field"
+    configs = {"JOBS": config_of(retention="workqueue"), letters: config_of(), "MARS": config_of()}
     assert set_order.twice(configs) == ["JOBS"]
-    windows = configs | {"KV_field_windows_volume": config_of()}
-    assert set_order.twice(windows) == ["JOBS", "aviso_workers_dead_letters"]
+    windows = configs | {"KV_field__windows__volume": config_of()}
+    assert set_order.twice(windows) == ["JOBS", letters]
 
 
 def test_streams_that_are_sources_of_one_another_are_refused() -> None:
@@ -318,7 +339,7 @@ async def test_a_set_that_is_not_whole_keeps_workers_out_and_is_gone_on_with(
         with pytest.raises(StoppedError):
             await site.restore(tmp_path, watch=interrupt)
         site.app.session.provisioner.forget("MARS")
-        for use in (site.app.session.replayer("mars", {}), site.app.session.backend.key_value("field__rows")):
+        for use in (site.app.session.replayer("mars", {}), site.app.session.backend.key_value("field__table__rows")):
             with pytest.raises(UnavailableError, match="is being restored"):
                 await use
         with pytest.raises(
@@ -459,7 +480,7 @@ async def test_a_schedule_of_all_streams_makes_sets(
         assert [each.previous is not None for each in backups.members(newest)] == [True, True], "they are increments"
         await site.delete_all()
         await site.restore(to)
-        assert await messages(site) == {"KV_field__rows": 1, "MARS": 3}
+        assert await messages(site) == {"KV_field__table__rows": 1, "MARS": 3}
 
 
 async def test_a_schedule_says_why_there_is_no_set_and_removes_nothing(
@@ -501,7 +522,7 @@ async def test_attempts_that_leave_backups_and_no_set_are_made_less_and_less_oft
         async with scheduled(config, tmp_path, {"MARS"}, every_seconds=0.3) as events:
             failed = await logged(events, "backup.failed", times=5)
         assert [each["again_in_seconds"] for each in failed[:5]] == [0.05, 0.1, 0.2, 0.3, 0.3]
-        none_made = {"MARS", "KV_field__rows"}
+        none_made = {"MARS", "KV_field__table__rows"}
         async with scheduled(config, tmp_path, none_made, every_seconds=0.3) as events:
             failed = await logged(events, "backup.failed", times=3)
         assert {each["again_in_seconds"] for each in failed} == {0.05}, "they take no room"
@@ -514,7 +535,7 @@ async def test_a_schedule_of_sets_ends_where_another_attempt_cannot_help(
     async with site.app:
         await site.rows.put("a", 1)
         with pytest.raises(BaseExceptionGroup) as raised, anyio.fail_after(PATIENCE_SECONDS):
-            async with scheduled(config, tmp_path, {"KV_field__rows"}, error=DeclarationError):
+            async with scheduled(config, tmp_path, {"KV_field__table__rows"}, error=DeclarationError):
                 await anyio.sleep_forever()
         assert raised.group_contains(DeclarationError, match="cannot be read")
 
@@ -634,40 +655,40 @@ async def test_a_set_is_refused_before_anything_is_touched(site: Site, tmp_path:
     async with site.app:
         await make_small_set(site, tmp_path)
         await site.delete_all()
-        archive = backups.find(tmp_path, stream="KV_field__rows")[0].archive
+        archive = backups.find(tmp_path, stream="KV_field__table__rows")[0].archive
         data = archive.read_bytes()
         archive.write_bytes(data[:-1])
-        with pytest.raises(BackupError, match=r"KV_field__rows/.* is damaged"):
+        with pytest.raises(BackupError, match=r"KV_field__table__rows/.* is damaged"):
             await site.restore(tmp_path)
         archive.write_bytes(data)
         archive.parent.rename(tmp_path / "elsewhere")
-        with pytest.raises(BackupError, match=r"is not whole: .*KV_field__rows"):
+        with pytest.raises(BackupError, match=r"is not whole: .*KV_field__table__rows"):
             await site.restore(tmp_path)
         (tmp_path / "elsewhere").rename(archive.parent)
-        await site.app.session.backend.key_value("field__rows")
-        with pytest.raises(BackupError, match="KV_field__rows exist, so nothing is restored"):
+        await site.app.session.backend.key_value("field__table__rows")
+        with pytest.raises(BackupError, match="KV_field__table__rows exist, so nothing is restored"):
             await site.restore(tmp_path)
-        assert await site.app.session.admin.stream_names() == ["KV_field__rows"]
+        assert await site.app.session.admin.stream_names() == ["KV_field__table__rows"]
 
 
 async def test_a_set_that_was_not_finished_is_named_and_none(site: Site, tmp_path: Path) -> None:
     async with site.app:
         await site.rows.put("a", 1)
-        (tmp_path / "KV_field__rows").touch()
+        (tmp_path / "KV_field__table__rows").touch()
         made = await site.create_set(tmp_path)
         assert (made.file, len(made.failures)) == (None, 1)
         with pytest.raises(BackupError, match=r"no finished set of backups.*was not finished, and is none"):
             backups.load_set(tmp_path)
         assert len(backups.unfinished_sets(tmp_path)) == 1
-        (tmp_path / "KV_field__rows").unlink()
+        (tmp_path / "KV_field__table__rows").unlink()
         first = await site.create_set(tmp_path)
         assert (backups.unfinished_sets(tmp_path), backups.sets_in(tmp_path)) == ([], [first.file])
-        await backups.create(site.app.session.admin, "KV_field__rows", tmp_path)
-        assert backups.prune(tmp_path, "KV_field__rows", backups.Keep(newest=1)).removed == [], (
+        await backups.create(site.app.session.admin, "KV_field__table__rows", tmp_path)
+        assert backups.prune(tmp_path, "KV_field__table__rows", backups.Keep(newest=1)).removed == [], (
             "the newest set needs it"
         )
         second = await site.create_set(tmp_path)
-        assert len(backups.prune(tmp_path, "KV_field__rows", backups.Keep(newest=1)).removed) == 2
+        assert len(backups.prune(tmp_path, "KV_field__table__rows", backups.Keep(newest=1)).removed) == 2
         assert backups.sets_in(tmp_path) == [second.file]
 
 

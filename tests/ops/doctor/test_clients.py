@@ -23,8 +23,7 @@ from aviso_workers.config import Config
 from aviso_workers.declare import outputs
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops.doctor import State
-from aviso_workers.state import dead_letter_records
-from aviso_workers.state.own_streams import DEAD_LETTERS
+from aviso_workers.state import dead_letter_records, own_streams
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,
@@ -36,6 +35,8 @@ from tests.ops.doctor.conftest import (
     served,
     write,
 )
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "field")
 
 patient = App("patient")
 LONG = RetryPolicy(first=60, factor=2, max=600, attempts=4, jitter=0)

@@ -18,7 +18,7 @@ from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.declare.batches import Batching
 from aviso_workers.errors import RefusedError
-from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream.info import AccountInfo, ConsumerConfig, Limits, StreamConfig, Use
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
@@ -193,7 +193,7 @@ def test_an_agent_whose_stream_keeps_the_newest_of_a_subject_only(broken: Seen) 
 def test_a_pause_that_was_forgotten(broken: Seen) -> None:
     assert broken.found("JS036").keys() == {"MARS > forgotten__pause"}
     assert broken.findings("JS036")["MARS > forgotten__pause"].cure.startswith(
-        "`aviso-workers agents resume pause --app forgotten`"
+        "`aviso-workers agents resume forgotten/pause`"
     )
 
 
@@ -228,3 +228,20 @@ async def test_overlapping_consumers_of_a_work_queue_are_refused_by_the_server(t
             with pytest.raises(RefusedError, match="not unique on workqueue") as refused:
                 await add_consumer(queue, "QUEUE", "other", filter_subject="QUEUE.a")
     assert refused.value.code == 10100
+
+
+def test_a_reader_that_a_lost_connection_left_ends_by_itself(broken: Seen) -> None:
+    """By hand: the settings of the consumers with which buckets are read."""
+    reader = next(iter(broken.facts.consumers.values()))
+    ephemeral = ConsumerConfig({"name": "reader", "inactive_threshold": 60 * SECOND})
+    assert structs.replace(reader, config=ephemeral).ends_by_itself
+    assert not structs.replace(reader, config=ConsumerConfig({**ephemeral, "durable_name": "reader"})).ends_by_itself
+    assert not structs.replace(reader, config=ConsumerConfig({"name": "reader"})).ends_by_itself
+
+
+@pytest.mark.parametrize(("own", "account", "most"), [(-1, 5, 5), (3, 5, 3), (7, -1, 7), (-1, -1, 0)])
+def test_the_limit_of_consumers_is_the_lower_one(own: int, account: int, most: int) -> None:
+    limits = Limits(max_consumers=account)
+    stream = StreamConfig({"name": "MARS", "max_consumers": own, "num_replicas": 3})
+    assert AccountInfo(limits=limits).max_consumers(stream) == most
+    assert AccountInfo(tiers={"R3": Use(limits=limits), "R1": Use()}).max_consumers(stream) == most

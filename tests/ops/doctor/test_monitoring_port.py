@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+import anyio
 import pytest
 
-from aviso_workers.ops.doctor import monitoring_port
+from aviso_workers import App
+from aviso_workers.errors import ServerProcessError
+from aviso_workers.ops.doctor import Scope, facts, monitoring_port
+from aviso_workers.server import NatsServer
+from tests.ops.doctor.conftest import write
+from tests.waits import PATIENCE_SECONDS
 
 MANY_AT_ONCE = """
 import importlib, sys, threading
@@ -79,3 +91,86 @@ def test_a_server_that_tells_its_configuration_in_one_answer_only_is_known_by_th
     found = monitoring_port.inspect("http://127.0.0.1:8222").varz.jetstream.config
 
     assert (found.store_dir, found.sync_interval, found.unique_tag) == ("/elsewhere", 5, "az:")
+
+
+BEGUN = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
+VARZ = b'{"server_id": "A", "server_name": "a", "version": "2.15.0", "now": "2026-01-01T00:00:00"}'
+
+
+@pytest.mark.parametrize("head", [BEGUN, b"HTTP/1.1 200 OK\r\nX-Slow: "], ids=["body", "head"])
+def test_an_answer_that_comes_byte_by_byte_is_not_awaited(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitoring_port, "WHOLE_SECONDS", 0.5)
+    ended = threading.Event()
+
+    def trickle(connection: socket.socket) -> None:
+        connection.sendall(head)
+        while not ended.wait(0.05):
+            connection.sendall(b" ")
+
+    began = time.monotonic()
+    with answered_by(trickle) as url:
+        try:
+            with pytest.raises(ServerProcessError, match=r"no answer of a nats-server .* not complete after 0\.5 s"):
+                monitoring_port.inspect(url)
+            assert time.monotonic() - began < PATIENCE_SECONDS
+        finally:
+            ended.set()
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (BEGUN + b" " * 5000, "larger than 0 MiB"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n", "redirects to 'http://127.0.0.1:1/'"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"x": ' + b"[" * 3000, "recursion"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + VARZ, "timezone"),
+    ],
+    ids=["large", "elsewhere", "deep", "without a zone"],
+)
+def test_what_no_nats_server_answers_is_told(answer: bytes, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitoring_port, "MAX_BYTES", 4000)
+    with (
+        answered_by(lambda connection: connection.sendall(answer)) as url,
+        pytest.raises(ServerProcessError, match=f"no answer of a nats-server from .*{problem}"),
+    ):
+        monitoring_port.inspect(url)
+
+
+@contextmanager
+def answered_by(say: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The URL of a server that answers one request so."""
+
+    def answer() -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.recv(65536)
+            say(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
+@pytest.mark.anyio
+async def test_advisories_of_strangers_end_no_examination(
+    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forged = [b'{"x": ' + b"[" * 3000, b'{"stream": "\xff"}', b'{"response": "' + b"[" * 3000 + b'"}', b""]
+    monkeypatch.setattr(facts, "MAX_ADVISORY_BYTES", 200_000)
+    async with App("the-doctor", config=write(tmp_path / "config.yaml", nats_server.url)) as app:
+        administration = app.session.admin.administration()
+
+        async def publish() -> None:
+            while True:
+                for data in forged:
+                    administration.send("$JS.EVENT.ADVISORY.X", data)
+                await anyio.sleep(0.001)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publish)
+            found = await facts.gather(app.session.admin, app.config, Scope(seconds=1.0))
+            tasks.cancel_scope.cancel()
+    assert 0 < len(found.advisories) < 200
+    assert not any(each.error for each in found.advisories)

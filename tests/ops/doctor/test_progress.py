@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,19 @@ from aviso_workers import App, Notification, Notify
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Administration
 from aviso_workers.config import Config
-from aviso_workers.errors import RefusedError
 from aviso_workers.events import AgentDisturbed
 from aviso_workers.jetstream.info import ConsumerConfig, StreamConfig
 from aviso_workers.ops.agent_inventory import RunAlone
 from aviso_workers.ops.doctor import State
 from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.sessions.worker_recorder import LOOK_SECONDS
 from aviso_workers.state import delayed_messages
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import Retrying
-from aviso_workers.state.own_streams import DELAYED
 from aviso_workers.state.timer_requests import Pause
 from tests.failures import last_failure
+from tests.ops import health_facts
 from tests.ops.doctor.conftest import (
     MONITORED,
     SECOND,
@@ -145,7 +146,7 @@ def test_without_measured_acknowledgements_nothing_is_said_of_them(working: Seen
 
 def test_work_that_nobody_asks_for(working: Seen) -> None:
     found = working.found("JS030")
-    assert found[f"{SHARED} > alone"] == "40 pending, and no worker pulls them"
+    assert found[f"{SHARED} > alone"] == "40 pending, and nobody pulls them"
     assert not {f"{SHARED} > paused", f"{SHARED} > busy"} & found.keys()
 
 
@@ -182,14 +183,14 @@ def test_an_agent_that_nobody_runs_any_more_can_be_removed(working: Seen) -> Non
     alone = working.facts.consumers[SHARED, "alone"]
     config = ConsumerConfig({**alone.config, "metadata": {"aviso-workers-start": "all"}})
     last = datetime(2020, 1, 1, tzinfo=UTC)
-    retired = structs.replace(alone, name="old__index", config=config, last_delivered=last)
+    retired = structs.replace(alone, name="old__index", config=config, last_delivered=last, created=last)
     after = structs.replace(working.facts.after, consumers={(SHARED, "old__index"): retired})
     seen = judged(structs.replace(working.facts, after=after))
 
-    finding = seen.findings("JS030")[f"{SHARED} > old__index"]
-    assert finding.found == "40 pending, and no worker pulls them; the last delivery was at 2020-01-01 00:00"
-    assert "run `aviso-workers agents rm old --agent index`" in finding.cure
-    assert "`aviso-workers agents rm old --agent index`" in seen.findings("JS035")[f"{SHARED} > old__index"].cure
+    finding = seen.findings("JS058")[f"{SHARED} > old__index"]
+    assert finding.found.startswith("no worker: 40 wait, and no worker runs")
+    assert "run `aviso-workers agents rm old/index`" in finding.cure
+    assert "`aviso-workers agents rm old/index`" in seen.findings("JS035")[f"{SHARED} > old__index"].cure
     assert seen.found("JS021") == {}, "more workers of an app that has none is no cure"
 
 
@@ -208,11 +209,15 @@ def test_an_agent_that_feeds_itself_needs_no_more_workers(working: Seen) -> None
     alone = working.facts.consumers[SHARED, "alone"]
     config = ConsumerConfig({**alone.config, "metadata": {"aviso-workers-start": "all"}})
     fed = structs.replace(alone, name="field__index", config=config, num_waiting=1)
+    fed = structs.replace(fed, num_pending=140)
     before = {(SHARED, "field__index"): structs.replace(fed, num_pending=1)}
     facts = structs.replace(
         working.facts,
         before=structs.replace(working.facts.before, consumers=before),
         after=structs.replace(working.facts.after, consumers={(SHARED, "field__index"): fed}),
+        records={(SHARED, "field__index"): recorded(working, minutes=0)},
+        workers={"field": [health_facts.worker(stream=SHARED)]},
+        oldest_pending={(SHARED, "field__index"): working.facts.now - timedelta(hours=1)},
     )
 
     event_types = dict.fromkeys(("mars", "derived"), facts.config.notification_schema["mars"])
@@ -221,7 +226,7 @@ def test_an_agent_that_feeds_itself_needs_no_more_workers(working: Seen) -> None
     def cure(*agents: Any) -> str:
         scope = structs.replace(facts.scope, agents=agents, app="field")
         seen = judged(structs.replace(facts, config=known, scope=scope))
-        return seen.findings("JS021")[f"{SHARED} > field__index"].cure
+        return seen.findings("JS058")[f"{SHARED} > field__index"].cure
 
     assert cure(index, back).startswith("More workers do not help: the agent reads what it publishes")
     assert cure(index).startswith("Start more workers of field")
@@ -232,13 +237,13 @@ def test_a_consumer_for_which_there_is_no_room(working: Seen) -> None:
     stream = working.facts.streams[SHARED]
     full = structs.replace(stream, config=StreamConfig({**stream.config, "max_consumers": stream.consumers}))
     after = structs.replace(working.facts.after, streams={SHARED: full})
-    records = {(SHARED, "field__index"): recorded(working, minutes=0)}
+    records = {(SHARED, "field__index"): recorded(working, minutes=2)}
     seen = judged(structs.replace(working.facts, after=after, records=records))
 
-    most = f"{stream.consumers} consumers, of at most {stream.consumers}"
-    assert seen.found("JS034") == {SHARED: f"{most}: the server refuses the next one"}
-    cure = seen.findings("JS065")[f"{SHARED} > field__index"].cure
-    assert cure.startswith(f"No worker can create the consumer, because {SHARED} has {most}.")
+    count = stream.consumers
+    assert seen.found("JS034") == {SHARED: f"{count} of {count} consumers: the server refuses the next one"}
+    cure = seen.findings("JS058")[f"{SHARED} > field__index"].cure
+    assert cure.startswith(f"No worker can create the consumer, because {SHARED} has {count} consumers, of at most")
 
 
 def test_what_a_work_queue_hides(working: Seen) -> None:
@@ -252,57 +257,9 @@ def test_who_gets_nothing_done(working: Seen) -> None:
     assert working.found("JS058") == {}
     later = judged(structs.replace(working.facts, now=working.facts.now + timedelta(minutes=6)))
     found = later.found("JS058")
-    assert found[f"{SHARED} > busy"] == (
-        "5 delivered and not finished; the oldest one, after sequence 0, for 6 min; no worker asks for more"
-    )
-    assert later.findings("JS058")[f"{SHARED} > busy"].cure.startswith("Start the client that reads from the consumer.")
+    assert found[f"{SHARED} > busy"] == ("5 delivered and not finished; the oldest one, after sequence 0, for 6 min")
+    assert later.findings("JS058")[f"{SHARED} > busy"].cure.startswith("Find out why the client")
     assert f"{SHARED} > alone" not in found  # nobody works on it, see JS030
-
-
-def test_what_is_settled_beside_it_does_not_hide_one_that_is_unfinished(working: Seen) -> None:
-    """By hand: a worker recorded for how long the ack floor has stood, and what its agent's policy allows."""
-    busy = working.facts.consumers[SHARED, "busy"]
-    after = structs.replace(
-        working.facts.after,
-        consumers={(SHARED, "busy"): structs.replace(busy, last_settled=working.facts.now, num_pending=0)},
-    )
-    found = structs.replace(working.facts, after=after, records={(SHARED, "busy"): recorded(working, minutes=10)})
-    assert judged(found).found("JS058") == {
-        f"{SHARED} > busy": "5 delivered and not finished; the oldest one, after sequence 0, for 10 min; "
-        "no worker asks for more"
-    }
-    patient = structs.replace(found, records={(SHARED, "busy"): recorded(working, minutes=10, longest_seconds=3600)})
-    assert judged(patient).found("JS058") == {}
-
-
-def test_what_is_unfinished_because_it_fails_is_told_with_its_error(working: Seen) -> None:
-    """By hand: the agent's failures were recorded, and all that it was given waits for its retry."""
-    now, key = working.facts.now, (SHARED, "field__index")
-    index = structs.replace(working.facts.consumers[SHARED, "busy"], name=key[1], num_waiting=1)
-    failure = last_failure(now, text="no index", at="fields.py:12", times=9)
-    facts = structs.replace(
-        working.facts,
-        before=structs.replace(working.facts.before, consumers={}),
-        after=structs.replace(working.facts.after, consumers={key: index}),
-        records={key: recorded(working, minutes=10)},
-        failures={("field", "agents", "index"): failure},
-    )
-    assert judged(facts).found("JS058") == {
-        f"{SHARED} > field__index": "5 delivered and not finished; the oldest one, after sequence 0, for 10 min; "
-        "the last error: OSError: no index (fields.py:12)"
-    }
-    away = structs.replace(failure, away="OSError: away", away_since=now, away_until=now + timedelta(minutes=1))
-    waiting = judged(structs.replace(facts, failures={("field", "agents", "index"): away}))
-    assert (waiting.found("JS058"), len(waiting.found("JS078"))) == ({}, 1), "one of them says it"
-    failed = retrying(now, 1, attempt=6, attempts=None, blocked=True, error="KeyError: 'x'", key="od", behind=4)
-    failing = structs.replace(failure, retrying=(failed,))
-    blocked = judged(structs.replace(facts, failures={("field", "agents", "index"): failing}))
-    assert blocked.found("JS058") == {}
-    assert blocked.found("JS079") == {
-        f"{SHARED} > field__index": f"blocked at {SHARED}@1 (key od), and 4 wait behind it: KeyError: 'x'; `agents "
-        "retrying field index` lists them, `agents retry` or `agents skip` decides"
-    }
-    assert "agents retry index --app field --all" in blocked.findings("JS079")[f"{SHARED} > field__index"].cure
 
 
 def retrying(now: datetime, sequence: int, **stated: Any) -> Retrying:
@@ -316,7 +273,7 @@ def recorded(working: Seen, *, minutes: float, longest_seconds: float = 300.0) -
         stream_created=created,
         ack_floor=0,
         filter_subjects=(),
-        time=working.facts.now,
+        time=working.facts.now - timedelta(minutes=minutes),
         unfinished_since=working.facts.now - timedelta(minutes=minutes),
         longest_seconds=longest_seconds,
     )
@@ -334,27 +291,44 @@ def test_who_got_something_done_meanwhile_is_not_stuck(working: Seen) -> None:
 
 def test_an_agent_whose_consumer_is_gone(working: Seen) -> None:
     """By hand: workers recorded it, and it is not there."""
-    record = recorded(working, minutes=0)
-    gone = structs.replace(working.facts, records={(SHARED, "field__index"): record})
-    assert judged(gone).found("JS065") == {
-        f"{SHARED} > field__index": "its consumer is gone; all messages up to sequence 0 were settled, "
-        "and the last sequence of the stream is 40"
-    }
-    finding = judged(gone).findings("JS065")[f"{SHARED} > field__index"]
-    assert (finding.state, "aviso-workers agents rm field --agent index" in finding.cure) == (State.FAIL, True)
-    of_another = structs.replace(record, stream_created=record.stream_created - timedelta(days=1))
-    anew = structs.replace(working.facts, records={(SHARED, "field__index"): of_another})
-    assert judged(anew).found("JS065") == {}, "the stream was recreated, and the record is of the one before"
+    record = recorded(working, minutes=2)
+    gone = judged(structs.replace(working.facts, records={(SHARED, "field__index"): record}))
+    finding = gone.findings("JS058")[f"{SHARED} > field__index"]
+    assert finding.found.startswith("consumer gone: a worker makes it again, after sequence 0")
+    assert (finding.state, "aviso-workers agents rm field/index" in finding.cure) == (State.FAIL, True)
+    lately = recorded(working, minutes=0)
+    assert judged(structs.replace(working.facts, records={(SHARED, "field__index"): lately})).found("JS058") == {}
 
 
 def test_a_consumer_that_does_not_answer_is_not_gone(working: Seen) -> None:
-    """By hand: it is among the names, and its leader does not answer; or nobody may list what there is."""
-    record = recorded(working, minutes=0)
-    names = working.facts.after.names
-    for known in ({**names, SHARED: names[SHARED] | {"field__index"}}, {}):
-        after = structs.replace(working.facts.after, names=known)
-        facts = structs.replace(working.facts, after=after, records={(SHARED, "field__index"): record})
-        assert judged(facts).found("JS065") == {}
+    """By hand: it is among the names, and its leader does not answer."""
+    names = {**working.facts.after.names, SHARED: working.facts.after.names[SHARED] | {"field__index"}}
+    after = structs.replace(working.facts.after, names=names)
+    records = {(SHARED, "field__index"): recorded(working, minutes=2)}
+    found = judged(structs.replace(working.facts, after=after, records=records)).findings("JS058")
+    finding = found[f"{SHARED} > field__index"]
+    assert (finding.state, finding.found.partition(":")[0]) == (State.WARN, "unknown")
+    assert f"no server answers for its consumer on {SHARED}" in finding.found
+
+
+def test_an_agent_that_goes_on_is_a_warning_and_one_that_does_not_a_failure(working: Seen) -> None:
+    """By hand: its failures were recorded."""
+    now, key = working.facts.now, (SHARED, "field__index")
+    index = structs.replace(working.facts.consumers[SHARED, "busy"], name=key[1], num_waiting=1)
+    failed = retrying(now, 1, attempt=6, attempts=None, blocked=True, error="KeyError: 'x'", key="od", behind=4)
+    facts = structs.replace(
+        working.facts,
+        before=structs.replace(working.facts.before, consumers={key: index}),
+        after=structs.replace(working.facts.after, consumers={key: index}),
+        records={key: recorded(working, minutes=10)},
+        workers={"field": [health_facts.worker(stream=SHARED, oldest=1)]},
+        failures={("field", "agents", "index"): last_failure(now, retrying=(failed,))},
+    )
+    finding = judged(facts).findings("JS058")[f"{SHARED} > field__index"]
+    assert finding.found.startswith(f"blocked: at {SHARED}@1 (key od), 4 wait behind it: KeyError: 'x'")
+    assert (finding.state, "agents retry field/index" in finding.cure) == (State.WARN, True)
+    hangs = judged(structs.replace(facts, failures={})).findings("JS058")[f"{SHARED} > field__index"]
+    assert (hangs.state, hangs.found.partition(":")[0]) == (State.FAIL, "stuck")
 
 
 DENIED = """
@@ -385,24 +359,6 @@ def test_a_right_that_is_denied_is_no_stream_without_a_leader(tmp_path: Path) ->
     assert "JetStream's API" not in seen.found("JS044"), "the server is up"
 
 
-def declaring_index(working: Seen) -> Facts:
-    """By hand: the doctor is asked about the app `field`, whose agent `index` has no consumer."""
-    app = App("field")
-
-    @app.agent("mars")
-    async def index(notification: Notification[Any]) -> None: ...
-
-    facts = working.facts
-    mars = structs.replace(facts.after, streams={"MARS": facts.streams[SHARED]}, names={"MARS": frozenset()})
-    return structs.replace(facts, after=mars, scope=structs.replace(facts.scope, agents=(index,), app="field"))
-
-
-def test_an_agent_that_no_worker_has_ever_run(working: Seen) -> None:
-    (finding,) = judged(declaring_index(working)).findings("JS065").values()
-    assert (finding.where, finding.state) == ("MARS > field__index", State.WARN)
-    assert finding.found == "no worker has ever created its consumer; no lag counts its notifications"
-
-
 USERS = """
 accounts {
   FIELD: {jetstream: enabled, users: [
@@ -414,18 +370,14 @@ accounts {
 
 
 @pytest.mark.parametrize("retention", ["limits", "workqueue"])
-def test_a_worker_that_cannot_make_its_consumer(tmp_path: Path, retention: str) -> None:
+def test_a_worker_that_cannot_make_its_consumer_is_named(tmp_path: Path, retention: str) -> None:
     """It runs, and may not make it, or the stream is a work queue that another consumer takes everything from."""
 
-    async def work_and_gather() -> tuple[Seen, Exception]:
-        app, stop, refused = App("field", config=workers), anyio.Event(), list[Exception]()
+    async def work_and_gather() -> Seen:
+        app, stop, refused = App("field", config=workers), anyio.Event(), anyio.Event()
 
         @app.agent("mars")
         async def index(notification: Notification[Any]) -> None: ...
-
-        def note(event: AgentDisturbed) -> None:
-            refused.append(event.error)
-            stop.set()
 
         async with App("operator", config=operator) as operating:
             server = operating.session.admin.administration()
@@ -433,64 +385,41 @@ def test_a_worker_that_cannot_make_its_consumer(tmp_path: Path, retention: str) 
             if retention == "workqueue":
                 await add_consumer(server, "MARS", "another")
         with anyio.fail_after(PATIENCE_SECONDS):
-            async with app:
-                app.events.listen(note, AgentDisturbed)
-                await app.session.work(app, stop, agents=app.agents)
-        found = await gathered(operator, agents=tuple(app.agents), app="field")
-        return judged(found), refused[0]
+            async with app, anyio.create_task_group() as tasks:
+                app.events.listen(lambda _: refused.set(), AgentDisturbed)
+                tasks.start_soon(partial(app.session.work, app, stop, agents=app.agents))
+                await refused.wait()
+                await anyio.sleep(2 * LOOK_SECONDS)  # and says so within this time
+                found = await gathered(operator, agents=tuple(app.agents), app="field")
+                stop.set()
+        return judged(structs.replace(found, now=found.now + timedelta(minutes=2)))
 
     with served(tmp_path / "server", MONITORED + USERS) as (server, _):
         operator = write(tmp_path / "operator.yaml", server.url, user="operator", password="x")
         who: dict[str, Any] = {"user": "operator"} if retention == "workqueue" else {"user": "worker"}
         workers = write(tmp_path / "workers.yaml", server.url, **who, password="x")
-        seen, refused = anyio.run(work_and_gather)
-    assert isinstance(refused, RefusedError)
-    finding = seen.findings("JS065")["MARS > field__index"]
-    assert finding.state is State.WARN
-    assert finding.found.startswith("no worker has ever created its consumer; "), "it is not known whether one tried"
-    assert ("MARS is a work queue" in finding.found) == (retention == "workqueue")
+        seen = anyio.run(work_and_gather)
+    finding = seen.findings("JS058")["MARS > field__index"]
+    assert (finding.state, finding.found.partition(":")[0]) == (State.FAIL, "not begun")
+    assert "1 of 1 workers cannot go on" in finding.found, "and why, as its /readyz says it"
     assert "`agent.disturbed`" in finding.cure
-
-
-@pytest.mark.parametrize(
-    ("otherwise", "found"),
-    [
-        pytest.param(
-            {"removed": True},
-            "its consumer was removed by an operator at {time}, when all messages up to sequence 0 were settled; "
-            "no lag counts its notifications",
-            id="an operator removed the consumer",
-        ),
-        pytest.param(
-            {"stream_created": datetime(2020, 1, 1, tzinfo=UTC)},
-            "its stream was recreated after {time}, when the former stream was settled up to sequence 0; "
-            "no lag counts its notifications",
-            id="the stream is another one",
-        ),
-    ],
-)
-def test_an_agent_whose_worker_was_here_and_whose_consumer_is_meant_to_be_gone(
-    working: Seen, otherwise: dict[str, Any], found: str
-) -> None:
-    record = structs.replace(recorded(working, minutes=0), **otherwise)
-    declared = structs.replace(declaring_index(working), records={("MARS", "field__index"): record})
-    (finding,) = judged(declared).findings("JS065").values()
-    assert finding.state == State.WARN
-    assert finding.found == found.format(time=record.time.isoformat(timespec="seconds"))
 
 
 def test_notifications_that_are_due_and_that_no_stream_takes(working: Seen) -> None:
     """By hand: the consumer of what is due has tried again and again."""
     alone = working.facts.consumers[SHARED, "alone"]
-    key = (DELAYED, delayed_messages.DURABLE)
-    trying = structs.replace(
-        alone, stream=key[0], name=key[1], num_pending=0, num_ack_pending=30, num_redelivered=30, deliveries=60
-    )
+    name = delayed_messages.DURABLE
+    trying = {
+        (stream, name): structs.replace(
+            alone, stream=stream, name=name, num_pending=0, num_ack_pending=30, num_redelivered=30, deliveries=60
+        )
+        for stream in map(delayed_messages.stream_of, (SHARED, "QUIET", "NONE"))
+    }
     shared = working.facts.streams[SHARED]
     full = structs.replace(shared, config=StreamConfig({**shared.config, "discard": "new", "max_msgs": 40}))
     facts = structs.replace(
         working.facts,
-        after=structs.replace(working.facts.after, streams={SHARED: full, "QUIET": shared}, consumers={key: trying}),
+        after=structs.replace(working.facts.after, streams={SHARED: full, "QUIET": shared}, consumers=trying),
         due={SHARED: 20, "QUIET": 7, "NONE": 3},
         now=working.facts.now + timedelta(minutes=6),
     )
@@ -502,9 +431,17 @@ def test_notifications_that_are_due_and_that_no_stream_takes(working: Seen) -> N
         "NONE": "3 notifications are due and not stored: the stream does not exist",
     }
     assert (seen.found("JS022"), seen.found("JS058")) == ({}, {}), "no handler of an agent fails or hangs"
-    stored = structs.replace(trying, num_ack_pending=0, num_redelivered=0)
-    after = structs.replace(facts.after, consumers={key: stored})
+    stored = {key: structs.replace(one, num_ack_pending=0, num_redelivered=0) for key, one in trying.items()}
+    after = structs.replace(facts.after, consumers=stored)
     assert judged(structs.replace(facts, after=after)).state("JS076") is State.PASS
+
+
+def test_notifications_that_are_due_and_whose_event_type_no_worker_has(working: Seen) -> None:
+    """By hand: the first worker that has it makes the consumer."""
+    schedules = delayed_messages.stream_of("QUIET")
+    after = structs.replace(working.facts.after, names={schedules: set()})
+    facts = structs.replace(working.facts, after=after, due={"QUIET": 7, "UNKNOWN": 1})
+    assert judged(facts).found("JS076") == {"QUIET": "7 notifications are due and not stored"}
 
 
 def test_notifications_that_end_their_worker(working: Seen) -> None:
@@ -546,16 +483,6 @@ def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Se
     assert judged(structs.replace(working.facts, after=after, advisories=(told,))).state("JS023") is State.PASS
 
 
-def test_an_agent_of_which_what_it_depends_on_is_away_is_named(working: Seen) -> None:
-    now = working.facts.now
-    away = last_failure(now, away="OSError: gone", away_since=now, away_until=now + timedelta(minutes=1))
-    facts = structs.replace(working.facts, failures={("field", "agents", "index"): away})
-    assert judged(facts).found("JS078") == {"field > agent index": f"outage since {time_text(now)}: OSError: gone"}
-    left = structs.replace(away, away_until=now - timedelta(seconds=1))
-    facts = structs.replace(working.facts, failures={("field", "agents", "index"): left})
-    assert judged(facts).state("JS078") is State.PASS
-
-
 def test_a_timer_that_is_paused_for_long_is_named(working: Seen) -> None:
     now = working.facts.now
     pause = Pause(since=now - timedelta(days=2), until=now + timedelta(hours=1), by="me@here", note="for a test")
@@ -573,5 +500,5 @@ def test_a_function_of_a_window_that_fails_is_named(working: Seen) -> None:
     of_window = structs.replace(failure, of_window=True)
     failures = {("field", "agents", "sums"): of_window, ("field", "agents", "index"): failure}
     assert judged(structs.replace(working.facts, failures=failures)).found("JS077") == {
-        "field > window of agent sums": f"failing since {time_text(now)}, 3 times: OSError"
+        "field > window of agent sums": f"since {time_text(now)}, 3 times: OSError"
     }

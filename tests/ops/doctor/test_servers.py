@@ -20,11 +20,13 @@ from msgspec import structs
 from aviso_workers import App
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, UnavailableError
-from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream.info import Cluster as Group
+from aviso_workers.jetstream.info import Replica, StreamConfig
 from aviso_workers.ops.doctor import Scope, State, facts, monitoring_port
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.server import NatsServer
-from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
+from aviso_workers.state import own_streams
+from tests.ops.conftest import Run
 from tests.ops.doctor.conftest import (
     MONITORED,
     Seen,
@@ -39,6 +41,9 @@ from tests.ops.doctor.conftest import (
     write,
 )
 from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS, stand_still
+
+DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "<app>")
+RETRIES = own_streams.of_app(own_streams.RETRIES, "<app>")
 
 ACCOUNTS = """
 accounts {
@@ -127,7 +132,7 @@ def test_a_disk_that_is_full(plain: Seen, monkeypatch: pytest.MonkeyPatch) -> No
     assert full.state("JS053") is State.FAIL
     finding = full.findings("JS053")[server.name]
     assert finding.found.startswith("0 of 1000000000000 bytes are free in ")
-    assert "then restart that server. Until the restart, the server refuses messages" in finding.cure
+    assert "then restart that server. Until the restart, the server refuses messages" in finding.cure, finding
 
 
 def test_a_server_without_jetstream(plain: Seen) -> None:
@@ -151,6 +156,28 @@ def test_a_server_that_could_not_write_is_to_be_restarted(plain: Seen) -> None:
     assert (finding.state, finding.found) == (State.FAIL, error)
     assert "then restart that server" in finding.cure
     assert "two must run" not in finding.cure
+
+
+def test_a_server_that_has_turned_jetstream_off(plain: Seen, directory: Path) -> None:
+    """By hand: what a server of three says whose disk is full. It names its store_dir no more."""
+    (server,) = plain.facts.monitored
+    off = structs.replace(server, health=monitoring_port.OFF, without_jetstream=True)
+    mars = plain.facts.streams["MARS"]
+    behind = structs.replace(mars, cluster=Group(leader="n-1", replicas=(Replica(name=server.name),)))
+    after = structs.replace(plain.facts.after, streams={"MARS": behind})
+    leader = structs.replace(server, varz=structs.replace(server.varz, server_name="n-1"))
+    facts = structs.replace(plain.facts, monitored=(off, leader), before=after, after=after)
+    seen = judged(facts)
+    assert seen.found("JS044")[server.name] == "JetStream is off there; its disk is not known from here"
+    assert seen.found("JS017")["MARS"] == f"{server.name} is not current; JetStream is off there"
+    for code, where in (("JS044", server.name), ("JS017", "MARS")):
+        assert seen.findings(code)[where].cure.startswith(f"Free space on the disk of {server.name} (`df -h` shows it)")
+    section = structs.replace(facts.config.server.jetstream, store_dir=directory)
+    there = structs.replace(facts.config, server=structs.replace(facts.config.server, jetstream=section))
+    told = judged(structs.replace(facts, config=there)).found("JS044")[server.name]
+    assert told.endswith(" bytes of its disk are free")
+    blind = judged(structs.replace(facts, monitored=())).found("JS017")["MARS"]
+    assert blind.endswith(f"is not current; its disk is not known: no monitoring port of {server.name}")
 
 
 def test_a_server_that_has_stored_as_much_as_it_may(tmp_path: Path) -> None:
@@ -219,7 +246,9 @@ def test_the_wrong_encryption_key(tmp_path: Path) -> None:
         assert examined(loaded, monitors=(monitor,)).state("JS042") is State.PASS
     with running(tmp_path / "js", "cipher: chacha, key: another-one") as (loaded, monitor):
         seen = examined(loaded, monitors=(monitor,))
-    assert seen.found("JS042") == {"MARS": "the stream of event type mars does not exist"}
+    (server,) = seen.facts.monitored
+    found = f"the stream of event type mars does not exist, and {server.name} cannot read it"
+    assert seen.found("JS042") == {"MARS": found}
     assert seen.state("JS042") is State.FAIL
     assert "could not be recovered" in "".join(seen.found("JS044").values())
     assert "Stop the server before a worker creates MARS" in seen.findings("JS042")["MARS"].cure
@@ -339,12 +368,34 @@ def test_an_account_that_is_nearly_used_up(accounts: tuple[str, str], tmp_path: 
     seen = judged(anyio.run(use_up, write(tmp_path / "config.yaml", accounts[0], user="alice", password="hush")))
     found = seen.found("JS039")
     assert found["account streams"] == "4 of 5 used"
-    assert found["account consumers"] == "4 of 4 used"
     assert found["account storage"] == "850000 of 1048576 used"
     assert found["account api"].endswith("failed; most often STREAM.INFO.NOT_THERE: stream not found (10059)")
     states = {where: finding.state for where, finding in seen.findings("JS039").items()}
-    assert (states["account streams"], states["account consumers"]) == (State.WARN, State.FAIL)
+    assert (states["account streams"], states["account storage"]) == (State.WARN, State.WARN)
     assert "account memory" not in found
+    assert "account consumers" not in found, "its 4 consumers are in 4 streams, and each may have 4"
+    assert seen.found("JS034") == {}
+
+
+def test_a_stream_with_as_many_consumers_as_the_account_allows(
+    accounts: tuple[str, str], tmp_path: Path, run: Run
+) -> None:
+    loaded = write(tmp_path / "config.yaml", accounts[0], user="alice", password="hush")
+
+    async def use_up() -> None:
+        async with App("using", config=loaded) as app:
+            server = app.session.admin.administration()
+            await add_stream(server, "CROWDED", max_bytes=1000)
+            for i in range(4):
+                await add_consumer(server, "CROWDED", f"reader{i}")
+            with pytest.raises(BackendError, match="maximum consumers limit reached"):
+                await add_consumer(server, "CROWDED", "one-more")
+
+    anyio.run(use_up)
+    assert examined(loaded).found("JS034") == {"CROWDED": "4 of 4 consumers: the server refuses the next one"}
+    assert run("consumers", "rm", "CROWDED", "reader0", "--yes", "-c", tmp_path / "config.yaml").code == 0
+    assert examined(loaded).found("JS034") == {}
+    assert "consumers; the limit is for each stream" in run("report", "account", "-c", tmp_path / "config.yaml").out
 
 
 QUESTIONS = {
@@ -352,7 +403,7 @@ QUESTIONS = {
         "STREAM.MSG.GET.MARS",
         b'{"last_by_subj": "mars.none"}',
     ),
-    "the observer's, before the first dead letter": ("STREAM.INFO.aviso_workers_dead_letters", b""),
+    "the observer's, before the first dead letter": ("STREAM.INFO.aviso_workers_dead_letters__field", b""),
 }
 
 
@@ -384,7 +435,7 @@ def test_accounts_with_too_few_limits_and_too_strict_ones(accounts: tuple[str, s
     assert (seen("alice").state("JS040"), seen("carol").found("JS040")) == (State.PASS, alone)
     assert seen("carol").state("JS039") is State.PASS
     assert seen("alice").state("JS061") is State.PASS
-    own = {DEAD_LETTERS, RETRIES, DELAYED}
+    own = {DEAD_LETTERS, RETRIES, "aviso_workers_schedule__MARS"}
     assert seen("carol").found("JS061").keys() == own
 
 

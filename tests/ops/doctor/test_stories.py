@@ -106,7 +106,7 @@ def test_the_demos_deployment(tmp_path: Path) -> None:
     with NatsServer.start(store_dir=tmp_path) as server:
         url = {"AVISO_WORKERS_NOTIFICATION_BACKEND__JETSTREAM__NATS_URL": server.url}
         loaded = config.load(DEMO, environ=url)
-        assert set(examined(loaded).found("JS042")) == {"MARS", "SPARK"}
+        assert examined(loaded).state("JS042") is State.PASS, "nothing was published yet"
         anyio.run(apply, loaded)
         good, bad = Notify("mars", {**MARS, "step": "0"}, "field"), Notify("mars", {**MARS, "step": "6"}, "nonsense")
         anyio.run(work_on, loaded, [good, bad])

@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso.literals import SECOND, Duration
 from aviso_workers.config.secrets import with_scheme
 from aviso_workers.config.settings import JetStream
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream import metadata
-from aviso_workers.jetstream.fields import SECOND, readable
+from aviso_workers.jetstream.fields import readable
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops.doctor import certificates
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 from aviso_workers.ops.doctor.monitoring_port import LOOPBACK
-
-__all__ = ["CHECKS", "has_user"]
 
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS)
@@ -96,23 +94,27 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
 def no_backup(facts: Facts) -> Iterator[Finding]:
     """Each stream of an event type or of the section `streams` needs a backup below `--backups`, made by `aviso-workers
     backup create` or `nats stream backup`. The backup must not be older than 24 hours, and the running server must be
-    able to restore it: a server before 2.15 cannot read the archive of a newer server.
+    able to restore it: a server before 2.15 cannot read the archive of a newer server. WARN where only workers have
+    recorded the event type.
 
     No check can see whether a backup can be restored ([Backups](../backup.md)).
     """
     if facts.scope.backups is None:
         return
+    recorded = facts.recorded_streams
     for name in facts.configured_streams:
         backup = facts.backups.get(name)
+        state = State.WARN if name in recorded else None
         if backup is None:
-            yield Finding(stream=name, found=f"no backup in {facts.scope.backups}")
+            yield Finding(stream=name, found=f"no backup in {facts.scope.backups}", state=state)
         elif (age := facts.now - backup.made) > BACKUP_EVERY:
-            yield Finding(stream=name, found=f"{backup.directory} is {age.days} days old")
+            yield Finding(stream=name, found=f"{backup.directory} is {age.days} days old", state=state)
         elif backup.of_entries and _version(facts.server.ver) < READS_ENTRIES:
             found = f"{backup.directory} was made by nats-server 2.15 or newer, which {facts.server.ver} cannot restore"
             yield Finding(
                 stream=name,
                 found=found,
+                state=state,
                 cure="Upgrade the server, or keep a server of 2.15 or newer to restore this backup.",
             )
 

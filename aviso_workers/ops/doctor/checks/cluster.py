@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from aviso_workers.config.streams import OURS
+from aviso_workers.config.streams import event_streams
 from aviso_workers.jetstream.error_codes import NO_MESSAGE, STREAM_NOT_FOUND
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
+from aviso_workers.jetstream.specs import OURS
 from aviso_workers.ops.doctor import divergence, replicas
+from aviso_workers.ops.doctor.checks.servers import RESTART, RESTART_ALL
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
-from aviso_workers.state.own_streams import DEAD_LETTERS, DELAYED, RETRIES
-
-__all__ = ["CHECKS"]
+from aviso_workers.ops.doctor.monitoring_port import OFF
+from aviso_workers.state import delayed_messages, own_streams
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS)
@@ -43,10 +45,12 @@ STATE_DIVERGED = (
     "Every stream and consumer has a leader, and replicas that are current",
     why="A stream or consumer without a leader neither stores nor delivers. A replica that is offline or behind does "
     "not help when the next server is lost.",
-    cure="`aviso-workers server status` or the site's supervisor says which server is down: start that server. If a "
-    "replica stays behind, `aviso-workers streams remove-peer {stream} SERVER` moves it, if the cluster has one more "
-    "server. If it has none, check that all replicas on the other servers are current, stop the server with the bad "
-    "replica, empty its store directory, and start it.",
+    cure="`aviso-workers server status` or the site's supervisor says which server is down: start that server. Look at "
+    "the disk of a server that runs (`df -h`): with a full disk it turns JetStream off until there is space and it is "
+    "restarted. If all servers run and no stream has a leader, restart them one by one. If a replica stays behind, "
+    "`aviso-workers streams remove-peer {stream} SERVER` moves it, if the cluster has one more server. If it has none, "
+    "check that all replicas on the other servers are current, stop the server with the bad replica, empty its store "
+    "directory, and start it.",
     severity=State.FAIL,
     needs=("consumers", "streams"),
 )
@@ -60,12 +64,19 @@ def useless_replicas(facts: Facts) -> Iterator[Finding]:
     three replicas, JetStream refuses `remove-peer` (10075). A server with an empty store directory that starts under
     the same name copies all data from the others.
     """
-    # A stream that was just deleted is missing from one of the two listings.
-    for name in sorted(facts.before.unavailable & facts.after.unavailable):
-        yield Finding(stream=name, found="no server answers for it: it has no leader")
+    for name in sorted(facts.without_leader):
+        if facts.all_run:
+            yield Finding(stream=name, found="it has no leader, though all servers are up", cure=RESTART_ALL)
+        else:
+            yield Finding(stream=name, found="no server answers for it: it has no leader")
+    asked = {one.name: one.health for one in facts.monitored}
     samples = [sample.groups for sample in (facts.before, facts.after, *facts.later)]
     for (stream, consumer), found in replicas.wrong_in_all(samples):
-        yield Finding(stream=stream, consumer=consumer, found=found)
+        server, _, what = found.partition(" ")
+        why = asked.get(server, f"its disk is not known: no monitoring port of {server}")
+        said = f"{found}; {why}" if what == "is not current" and why != "ok" else found
+        cure = RESTART.format(place=server) if why == OFF else ""
+        yield Finding(stream=stream, consumer=consumer, found=said, cure=cure)
     for advisory in facts.advisories:
         if ".QUORUM_LOST." in advisory.kind:
             yield Finding(stream=advisory.stream, consumer=advisory.consumer, found=f"received {advisory.kind}")
@@ -131,17 +142,17 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS039",
     "The account is not near its limits",
-    why="At its limits, the server refuses new streams, consumers and messages of the account.",
+    why="At its limits, the server refuses new streams and messages of the account.",
     cure="Raise the limit (`server.accounts` of the configuration, then run `aviso-workers server render` and reload "
-    "the server), or remove unused streams and consumers. `aviso-workers report account` shows the limits and the use.",
+    "the server), or remove unused streams. `aviso-workers report account` shows the limits and the use.",
     needs=("account",),
 )
 def account_use(facts: Facts) -> Iterator[Finding]:
-    """The result is WARN from 80 % and FAIL from 95 % of a limit of storage, memory, streams or consumers, reservations
-    included. The result is also WARN when a tenth of the API requests failed between the samples; the finding names the
-    most frequent request and its error. Two answers are no failure: that there is no such message (10037), since
-    workers that retry ask for counts which are not there; and that there is no stream of dead letters (10059), since
-    the observer asks for it and no notification may have failed yet.
+    """The result is WARN from 80 % and FAIL from 95 % of a limit of storage, memory or streams, reservations included.
+    The limit of consumers is one for each stream (JS034). The result is also WARN when a tenth of the API requests
+    failed between the samples; the finding names the most frequent request and its error. Two answers are no failure:
+    that there is no such message (10037), since workers that retry ask for counts which are not there; and that there
+    is no stream of dead letters (10059), since the observer asks for it and no notification may have failed yet.
     """
     account = facts.after.account
     limits = account.limits
@@ -149,7 +160,6 @@ def account_use(facts: Facts) -> Iterator[Finding]:
         "storage": (max(account.storage, account.reserved_storage), limits.max_storage),
         "memory": (max(account.memory, account.reserved_memory), limits.max_memory),
         "streams": (account.streams, limits.max_streams),
-        "consumers": (account.consumers, limits.max_consumers),
     }
     for name, (used, limit) in uses.items():
         if limit > 0 and used >= USED * limit:
@@ -171,7 +181,7 @@ def account_use(facts: Facts) -> Iterator[Finding]:
 
 def _is_none_found(request: str, code: int) -> bool:
     """Return whether it is the answer to a question of our own programs, and nothing has failed."""
-    return code == NO_MESSAGE or (code == STREAM_NOT_FOUND and request.endswith(f".INFO.{DEAD_LETTERS}"))
+    return code == NO_MESSAGE or (code == STREAM_NOT_FOUND and f".INFO.{DEAD_LETTERS}__" in request)
 
 
 @declare(
@@ -206,8 +216,10 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     """The stream of dead letters has one only if `workers.dead_letters.max_bytes` is set."""
     if not facts.after.account.limits.max_bytes_required:
         return
-    dead_letters = [] if facts.config.workers.dead_letters.max_bytes else [DEAD_LETTERS]
-    for name in (*dead_letters, RETRIES, DELAYED):
+    kinds = [RETRIES] if facts.config.workers.dead_letters.max_bytes else [DEAD_LETTERS, RETRIES]
+    missing = [kind for kind in kinds if not any(own_streams.app_of(kind, name) for name in facts.streams)]
+    schedules = map(delayed_messages.stream_of, event_streams(facts.config.notification_schema))
+    for name in (*(own_streams.of_app(kind, "<app>") for kind in missing), *schedules):
         if name not in facts.streams:
             yield Finding(stream=name, found="the account has max_bytes_required and refuses this stream")
 

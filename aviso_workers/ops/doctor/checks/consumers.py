@@ -10,19 +10,16 @@ from datetime import timedelta
 from functools import partial
 
 from aviso_workers.aviso import schema, topics
-from aviso_workers.aviso.literals import quoted
+from aviso_workers.aviso.literals import SECOND, quoted
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.batches import Batch
 from aviso_workers.jetstream import metadata
-from aviso_workers.jetstream.fields import SECOND
 from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.ops import agent_report
 from aviso_workers.ops.doctor.checks.streams import overlap
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 from aviso_workers.ops.timer_report import paused_text
-
-__all__ = ["CHECKS"]
 
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS, needs=("consumers", "streams"))
@@ -34,9 +31,7 @@ UNUSED = timedelta(days=7)
 LONG_PAUSE_SECONDS = 86_400
 INFO_CALLS_PER_SECOND = 50
 PINNED_AGAIN = 3
-RETIRED = (
-    "If nobody needs the agent any more, run `aviso-workers agents rm {app} --agent {agent}`. Otherwise start a worker."
-)
+RETIRED = "If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`. Otherwise start a worker."
 DECLARE = "Set streams.{stream}.consumers.{consumer}."
 APPLY = " in the configuration, then run `aviso-workers streams apply`"
 EXCEEDED = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES"
@@ -191,19 +186,20 @@ def many_filters(facts: Facts) -> Iterator[Finding]:
     "No stream has too many consumers",
     why="The server keeps state for each consumer, and listing all of them becomes slow. Unless max_consumers of the "
     "stream says otherwise, nats-server 2.15 refuses the 1001st.",
-    cure="`aviso-workers consumers ls {stream}` lists the consumers. Share durable consumers, and give ephemeral "
-    "consumers an inactive threshold, which ends them with their clients.",
-    needs=("streams",),
+    cure="`aviso-workers consumers ls {stream}` lists the consumers, and `aviso-workers consumers rm {stream} "
+    "CONSUMER` removes one. Or raise max_consumers of the stream or of the account. Give ephemeral consumers an "
+    "inactive threshold, which ends them with their clients.",
+    needs=("account", "streams"),
 )
 def many_consumers(facts: Facts) -> Iterator[Finding]:
-    """The result is WARN from 800 consumers of one stream, and where a stream has as many as its `max_consumers`
-    allows. The result is FAIL from 100,000, where listing the consumers takes minutes.
+    """The result is WARN from 800 consumers of one stream, and where a stream has as many as its `max_consumers` or
+    that of the account allows, which the server keeps for each stream. The result is FAIL from 100,000, where listing
+    the consumers takes minutes.
     """
     for stream in facts.streams.values():
-        count, most = stream.consumers, stream.config.max_consumers
+        count, most = stream.consumers, facts.after.account.max_consumers(stream.config)
         if 0 < most <= count:
-            found = f"{count} consumers, of at most {most}: the server refuses the next one"
-            yield Finding(stream=stream.name, found=found)
+            yield Finding(stream=stream.name, found=f"{count} of {most} consumers: the server refuses the next one")
         elif count > MANY_CONSUMERS:
             state = State.FAIL if count > TOO_MANY_CONSUMERS else State.WARN
             yield Finding(stream=stream.name, found=f"{count} consumers", state=state)
@@ -233,7 +229,7 @@ def unused(facts: Facts) -> Iterator[Finding]:
     "JS036",
     "No consumer and no timer is paused for more than a day",
     why="The server delivers nothing to a paused consumer, and its lag grows. No worker runs a paused timer.",
-    cure="`aviso-workers agents resume {agent} --app {app}` ends the pause of an agent, and `nats consumer resume "
+    cure="`aviso-workers agents resume {app}/{agent}` ends the pause of an agent, and `nats consumer resume "
     "{stream} {consumer}` that of another consumer. `aviso-workers timers resume` ends that of a timer.",
 )
 def paused(facts: Facts) -> Iterator[Finding]:

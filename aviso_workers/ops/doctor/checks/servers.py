@@ -7,18 +7,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from statistics import median_high, median_low
 
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.clocks import SKEW
-from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import Cluster
 from aviso_workers.ops.doctor import durability
 from aviso_workers.ops.doctor.checks.clients import has_user
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
-from aviso_workers.ops.doctor.monitoring_port import LOOPBACK
-
-__all__ = ["CHECKS"]
+from aviso_workers.ops.doctor.monitoring_port import LOOPBACK, OFF, Monitored
 
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS, needs=("monitoring",))
@@ -35,8 +35,17 @@ LITTLE_FREE = 2**30
 """Bytes: of a disk that is nearly full, that is too little for large disks too."""
 RUNBOOK = "docs/operations/disk-full.md#a-disk-is-full"
 RESTART = (
-    "Free space on the disk of {place}, then restart that server. Until the restart, the server refuses messages of "
-    f"these streams, even when the disk has space again ({RUNBOOK})."
+    "Free space on the disk of {place} (`df -h` shows it), then restart that server. Until the restart, the server "
+    f"refuses messages of these streams, even when the disk has space again ({RUNBOOK})."
+)
+RESTART_ALL = (
+    "All servers are up, and streams have no leader, as after JetStream was turned off and on for the account: restart "
+    "the servers one by one. Stop each (`kill` its process, or the site's supervisor), start it again, and go on with "
+    "the next one without waiting for the streams, which have a leader again when most servers were restarted."
+)
+RECORDED = (
+    "Read the log of the workers of the app that has recorded it. If none is to run any more, `aviso-workers agents rm "
+    "APP` removes what the app has recorded."
 )
 MORE_SPACE = (
     "Raise jetstream.max_file_store and restart the server {place}, or delete messages. Without max_file_store, the "
@@ -45,6 +54,10 @@ MORE_SPACE = (
 ENABLE = (
     "Set jetstream.store_dir in the section `server` of the configuration, then run `aviso-workers server render` and "
     "restart the server. In a cluster, at least one server needs JetStream."
+)
+ENABLE_ACCOUNT = (
+    "Set server.accounts.NAME.jetstream for the account, run `aviso-workers server render` and reload the servers. If "
+    "no stream has a leader afterwards, see JS017."
 )
 SYNC = "in the section `server`, then run `aviso-workers server render --profile production` and restart the server"
 
@@ -55,19 +68,23 @@ SYNC = "in the section `server`, then run `aviso-workers server render --profile
     why="A server with the wrong encryption key or an empty store_dir starts without its streams. If a program then "
     "creates such a stream, the server erases the files of the stream that it cannot read.",
     cure="Stop the server before a worker creates {stream}, and check its key, its store_dir and its log (`could not "
-    "be recovered`). Only if the stream never existed, run `aviso-workers streams apply`.",
+    "be recovered`). Only if the stream was removed on purpose, run `aviso-workers streams apply`.",
     severity=State.FAIL,
-    needs=("streams",),
+    needs=("records", "streams"),
 )
 def missing_streams(facts: Facts) -> Iterator[Finding]:
-    """Only `/healthz` and the log of the server say that streams are missing (JS044). With the right key they are
+    """A stream that was not created yet is no finding. The check fails only if something shows that the stream was
+    there: an agent has read it, as workers record; a backup below `--backups` has it; or a server says that it cannot
+    read it, on the monitoring port or by its store.
+
+    Only `/healthz` and the log of the server say that streams are missing (JS044). With the right key they are
     there again, but **only as long as nobody has tried to create or restore them**. A nats-server 2.15.0 refuses to
     create a stream in place of a stream that it cannot read (10049, and 10062 for a restore), and erases the files of
     the unreadable stream while it refuses. The next attempt succeeds, with an empty stream.
 
     `aviso-workers` limits the damage:
 
-    - A worker first creates the bucket `aviso_workers_consumers`. The server refuses it and erases the old bucket,
+    - A worker first creates the bucket `<app>__state`. The server refuses it and erases the old bucket,
       which workers can write again. The worker then ends with an error.
     - A publisher, `streams apply`, `streams copy` or `backup restore` may cost one stream if it comes first. The
       error names it. With the right key the other streams are there again, and this one needs its backup.
@@ -83,10 +100,32 @@ def missing_streams(facts: Facts) -> Iterator[Finding]:
       `ExecStartPost` that stops the server again when `/healthz` does not say ok.
     - Create event streams with `streams apply` only, and set `stream_management: observe` for the workers. Workers
       still create streams of their own state, such as dead letters.
+
+    The result is WARN for the stream of an event type that only workers have recorded: an app records what it likes.
     """
+    recorded = facts.recorded_streams
     for configured, plan in facts.plans.items():
-        if not plan.exists and plan.stream not in facts.after.unavailable and "streams" not in facts.unknown:
-            yield Finding(stream=plan.stream, found=f"the stream of {configured} does not exist")
+        if plan.exists or plan.stream in facts.after.unavailable or "streams" in facts.unknown:
+            continue
+        if not (trace := _trace_of(plan.stream, facts)):
+            continue
+        found = f"the stream of {configured} does not exist, and {trace}"
+        if plan.stream in recorded:
+            yield Finding(stream=plan.stream, found=found, state=State.WARN, cure=RECORDED)
+        else:
+            yield Finding(stream=plan.stream, found=found)
+
+
+def _trace_of(stream: str, facts: Facts) -> str:
+    """Return what shows that a stream was there; empty where nothing does: then it was not created yet."""
+    for (name, consumer), record in facts.records.items():
+        if name == stream and not record.removed:
+            return f"{consumer} has read it up to sequence {record.ack_floor}"
+    if backup := facts.backups.get(stream):
+        return f"{backup.directory} is a backup of it"
+    # JetStream stream '$G > MARS' could not be recovered; not stream MARS
+    unread = [one.name for one in facts.monitored if stream in f"{one.health} {one.unserved}".replace("'", " ").split()]
+    return f"{', '.join(unread)} cannot read it" if unread else ""
 
 
 @declare(
@@ -150,7 +189,8 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
     "Servers are healthy and have a meta leader",
     why="Without a leader of the meta group, no stream or consumer can be created, changed or listed.",
     cure="Read the server's log. Start the servers that are down (`aviso-workers server start`, or the site's "
-    "supervisor). Of three servers, two must run.",
+    "supervisor), and restart one that has turned JetStream off, when its disk has space. Of three servers, two must "
+    "run.",
     severity=State.FAIL,
     needs=("account", "monitoring", "streams"),
 )
@@ -165,7 +205,10 @@ def health(facts: Facts) -> Iterator[Finding]:
     lacks_jetstream = bool(without) and len(without) == len(facts.monitored)
     for need in ("account", "streams"):
         if need in facts.unknown and need not in facts.denied:
-            found, cure = facts.unknown[need], ENABLE if lacks_jetstream else ""
+            found = facts.unknown[need]
+            cure = (
+                ENABLE_ACCOUNT if str(error_codes.OFF_FOR_THE_ACCOUNT) in found else ENABLE if lacks_jetstream else ""
+            )
             yield Finding(place="JetStream's API", found=found, cure=cure)
     for one in without if lacks_jetstream else ():
         yield Finding(place=one.name, found="runs without JetStream", cure=ENABLE)
@@ -173,16 +216,31 @@ def health(facts: Facts) -> Iterator[Finding]:
         yield Finding(place=url, found=why)
     for one in facts.monitored:
         if one.health != "ok":
-            yield Finding(place=one.name, found=one.health, cure=RESTART if one.cannot_write else "")
+            cure = RESTART_ALL if facts.without_leader and facts.all_run else RESTART if one.cannot_write else ""
+            yield Finding(place=one.name, found=one.health + _disk_of(one, facts), cure=cure)
         if meta := one.varz.jetstream.meta:
-            yield from _meta_group(one.name, meta)
+            yield from _meta_group(one.name, meta, known=[one.name for one in facts.monitored if one.health == OFF])
 
 
-def _meta_group(server: str, meta: Cluster) -> Iterator[Finding]:
+def _disk_of(one: Monitored, facts: Facts) -> str:
+    """Return what is free on the disk of a server that has turned JetStream off. It names its store_dir no more, so
+    that of the configuration is looked at, where it is on this machine.
+    """
+    if one.health != OFF:
+        return ""
+    place = Path(facts.config.server.jetstream.store_dir or "")
+    directory = next((each for each in (place / one.name, place) if each.is_absolute() and each.is_dir()), None)
+    if directory is None or one.machine not in LOOPBACK:
+        return "; its disk is not known from here"
+    disk = shutil.disk_usage(directory)
+    return f"; {disk.free} of {disk.total} bytes of its disk are free"
+
+
+def _meta_group(server: str, meta: Cluster, *, known: list[str]) -> Iterator[Finding]:
     if not meta.leader:
         yield Finding(place=server, found="the meta group has no leader")
     for peer in meta.followers if meta.leader == server else ():  # only the leader knows of the others
-        if peer.offline or not peer.current:
+        if (peer.offline or not peer.current) and peer.name not in known:
             yield Finding(place=peer.name, found="is offline or not current in the meta group")
 
 
@@ -433,7 +491,7 @@ def not_strict(facts: Facts) -> Iterator[Finding]:
     settings = facts.config.notification_backend.jetstream
     if not any(has_user(settings, url) for url in settings.servers):
         return  # everybody may purge streams: JS047
-    lax = [one.name for one in facts.monitored if not one.varz.jetstream.config.strict]
+    lax = [one.name for one in facts.monitored if not (one.without_jetstream or one.varz.jetstream.config.strict)]
     if facts.is_strict is False and not lax:
         lax = [facts.server.name]
     for name in lax:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from aviso_workers.config.streams import OURS
-from aviso_workers.jetstream.fields import SECOND
+from aviso_workers.aviso.literals import SECOND
+from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import NEVER, StreamInfo
 from aviso_workers.jetstream.metadata import SET_MARK, UNFINISHED
-from aviso_workers.jetstream.specs import stated
+from aviso_workers.jetstream.specs import OURS, stated
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
 from aviso_workers.ops.mirrors import STALE_SECONDS
-from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, DELAYED, RETRIES
-
-__all__ = ["CHECKS", "overlap"]
+from aviso_workers.state import delayed_messages, own_streams
+from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, RETRIES
 
 CHECKS: list[Check] = []
 declare = partial(check, CHECKS)
@@ -24,9 +23,6 @@ REPLICAS = 3
 NEARLY_FULL, FULL = 0.80, 0.95
 MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
 BY_KEY = "KV_"
-OF_SHORT_LIVES = (RETRIES,)
-"""Streams of ours that forget within days, and hold only what failed."""
-
 OUR_REPLICAS = "Set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}."
 DEAD_LETTERS_LIMIT = "Set workers.dead_letters.max_bytes, and start a worker."
 DEAD_LETTERS_FULL = (
@@ -53,7 +49,7 @@ def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
     may be removed from them; and the stream of retries, because it has a `max_age` of days.
     """
     for stream in facts.streams.values():
-        if stream.config.max_bytes <= 0 and not _keeps_state(stream) and stream.name not in OF_SHORT_LIVES:
+        if stream.config.max_bytes <= 0 and not _keeps_state(stream) and not own_streams.app_of(RETRIES, stream.name):
             found = f"no max_bytes, {stream.bytes} bytes stored"
             yield Finding(stream=stream.name, found=found, cure=DEAD_LETTERS_LIMIT if _has_dead_letters(stream) else "")
 
@@ -212,12 +208,17 @@ def not_erasable(facts: Facts) -> Iterator[Finding]:
 def drifted(facts: Facts) -> Iterator[Finding]:
     """With `stream_management: reconcile`, the next worker changes the stream back. If that would remove stored
     messages, the worker warns and leaves the stream unchanged.
+
+    The result is FAIL if the storage differs, and for a stream that is sealed although the configuration does not say
+    so, because it refuses every publish.
     """
+    recorded = facts.recorded_streams
     for configured, plan in facts.plans.items():
         if plan.exists and (differences := (*plan.differences, *plan.removing, *plan.fixed)):
             found = "; ".join(map(str, differences))
-            state = State.FAIL if plan.storage_mismatch else None
-            yield Finding(stream=plan.stream, found=f"{configured}: {found}", state=state)
+            is_certain = (plan.storage_mismatch or plan.sealed) and plan.stream not in recorded
+            state, cure = State.FAIL if is_certain else None, f"A{plans.SEALED[1:]}." if plan.sealed else ""
+            yield Finding(stream=plan.stream, found=f"{configured}: {found}", state=state, cure=cure)
 
 
 @declare(
@@ -230,15 +231,20 @@ def drifted(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def taken(facts: Facts) -> Iterator[Finding]:
-    """Publishers get an error, because they send `Nats-Expected-Stream`."""
+    """Publishers get an error, because they send `Nats-Expected-Stream`. WARN where only workers have recorded the
+    event type.
+    """
+    recorded = facts.recorded_streams
     for configured, plan in facts.plans.items():
         wanted: list[str] = stated(plan.wanted).get("subjects", [])
+        state = State.WARN if plan.stream in recorded else None
         for stream in facts.streams.values():
             if stream.name == plan.stream or stream.config.mirror:
                 continue
             for theirs in stream.config.subjects:
                 if any(overlap(theirs, ours) for ours in wanted):
-                    yield Finding(stream=stream.name, found=f"has the subjects {theirs}, which belong to {configured}")
+                    found = f"has the subjects {theirs}, which belong to {configured}"
+                    yield Finding(stream=stream.name, found=found, state=state)
 
 
 @declare(
@@ -384,11 +390,13 @@ def _keeps_state(stream: StreamInfo) -> bool:
     """Return whether a stream holds state of our own (tables, counters, delayed messages), which must not expire by
     itself.
     """
-    return stream.name.startswith(BY_KEY) or stream.name in (COUNTERS, DELAYED)
+    name = stream.name
+    of_ours = own_streams.app_of(COUNTERS, name) or delayed_messages.event_stream_of(name)
+    return bool(of_ours) or name.startswith(BY_KEY)
 
 
 def _has_dead_letters(stream: StreamInfo) -> bool:
-    return stream.name == DEAD_LETTERS
+    return bool(own_streams.app_of(DEAD_LETTERS, stream.name))
 
 
 def _is_marked(stream: StreamInfo, mark: str) -> bool:

@@ -1,0 +1,638 @@
+"""How agents are: one judgement, which all that says it asks. It is pure: facts in, a state and a sentence out.
+
+A condition is true, false, or not known. The state is the first of `CONDITIONS` that is true, in their order; where
+none is true and one is not known, it is `unknown`; only then it is the first of `CALM` that is true. So a trouble that
+is known beats what is not, and that beats every calm word. Times come from records and from the server, never from how
+long somebody has looked. An agent needs somebody once its state is older than the patience with it.
+
+`agent_report` collects the facts of a server. `agents ls` and `show`, `consumers ls`, `top`, the console, the doctor's
+checks of progress and the observer say these words; `/readyz` says of a worker what `hindered` says of its agents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta
+from typing import TypeVar
+
+from msgspec import Struct
+
+from aviso_workers.aviso.literals import SECOND, quoted, time_text
+from aviso_workers.backends import ConsumerInfo
+from aviso_workers.jetstream.info import StreamInfo
+from aviso_workers.ops.agent_control import end_text
+from aviso_workers.state import consumer_records
+from aviso_workers.state.consumer_records import ConsumerRecord
+from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
+from aviso_workers.state.worker_records import AtWork, WorkerRecord
+
+T = TypeVar("T")
+CATCHES_UP = 100
+"""From so many notifications on that were never delivered, an agent is said to catch up, or to fall behind."""
+SILENT = timedelta(seconds=60)
+"""After so long without an acknowledgement, what is delivered again and again is stuck, whatever the policy."""
+
+
+class Unknown(Struct, frozen=True):
+    """A fact that is not known."""
+
+    why: str
+    """In words that end a sentence."""
+
+
+class NotKnownError(Exception):
+    """A condition asks for a fact that is not known. Its text says why that is so."""
+
+
+class AgentFacts(Struct, frozen=True, kw_only=True):
+    """What is known of an agent on one event stream."""
+
+    app: str
+    agent: str
+    stream: str
+    now: datetime
+    """By the server's clock."""
+    stream_info: StreamInfo | Unknown | None
+    """None where there is no such stream."""
+    taken_by: str = ""
+    """The stream that has its subjects now; empty where it is none, or not known."""
+    events: ConsumerInfo | Unknown | None
+    """The consumer of its events; None where it has none."""
+    retries: ConsumerInfo | Unknown | None = None
+    """The consumer of what is handed back."""
+    before: AgentFacts | None = None
+    """An earlier look; None where this is the first: then what needs movement is not known."""
+    record: ConsumerRecord | Unknown | None = None
+    failure: LastFailure | Unknown | None = None
+    """Its last failure."""
+    workers: tuple[WorkerRecord, ...] | Unknown = ()
+    """Those that live and have it, as far as they have recorded themselves."""
+    functions: tuple[str, ...] = ()
+    """The functions that its workers run, where these are several."""
+    deployed: datetime | None = None
+    """When a worker of its app last started with other code."""
+    oldest_pending: datetime | None = None
+    """When the first message was stored behind what was delivered; None where that is not known."""
+    dead_letters: int | None = 0
+    """Dead letters that are kept, of all its streams; None where our user may not ask for them."""
+
+    @property
+    def consumers(self) -> list[ConsumerInfo]:
+        """Those of its two consumers that are known."""
+        return [each for each in (self.events, self.retries) if isinstance(each, ConsumerInfo)]
+
+    @property
+    def pending(self) -> int:
+        """The number of notifications that were never delivered yet."""
+        return sum(each.num_pending for each in self.consumers)
+
+    @property
+    def ack_pending(self) -> int:
+        """The number of notifications that are delivered and not settled."""
+        return sum(each.num_ack_pending for each in self.consumers)
+
+    @property
+    def redelivered(self) -> int:
+        """The number of notifications, of those not settled, that were delivered more than once."""
+        return sum(each.num_redelivered for each in self.consumers)
+
+    @property
+    def deliveries(self) -> int:
+        return sum(each.deliveries for each in self.consumers)
+
+    @property
+    def lag(self) -> int:
+        """The number of notifications that are not settled yet."""
+        return self.pending + self.ack_pending
+
+    @property
+    def retrying(self) -> list[Retrying]:
+        """The notifications that are retried, as `retrying` returns them."""
+        if not isinstance(self.failure, LastFailure):
+            return []
+        events, retries = (None if isinstance(each, Unknown) else each for each in (self.events, self.retries))
+        return retrying(self.failure, self.stream, events, retries, now=self.now)
+
+    @property
+    def at_work(self) -> list[tuple[WorkerRecord, AtWork]]:
+        """Its workers, each with what it handles of it."""
+        found = self.workers if isinstance(self.workers, tuple) else ()
+        return [(each, each.agents[self.agent]) for each in found if self.agent in each.agents]
+
+    @property
+    def consumer(self) -> ConsumerInfo | None:
+        """The consumer of its events, as far as it is known."""
+        return self.events if isinstance(self.events, ConsumerInfo) else None
+
+
+class Judgement(Struct, frozen=True, kw_only=True):
+    """How an agent is."""
+
+    state: str
+    """One of the names of `CONDITIONS` or `CALM`, or `unknown`."""
+    since: datetime | None = None
+    """Since when, by the server's clock; None where that is not known."""
+    why: str = ""
+    """What is to be said of it, without the state; empty where that says all."""
+    needs: bool = False
+    """Whether somebody should look at the agent."""
+    also: tuple[str, ...] = ()
+    """What else is so, and what is not known."""
+    cure: str = ""
+    """What to do, as a command or a sentence; empty of a calm state."""
+
+    @property
+    def is_trouble(self) -> bool:
+        """Whether it is a state that somebody may have to look at, now or later."""
+        return self.state not in CALM
+
+    @property
+    def text(self) -> str:
+        """The state with its sentence and all else that is so."""
+        return text_of(self.state, self.why, self.also)
+
+
+def text_of(state: str, why: str, also: Iterable[str]) -> str:
+    """Return a state with its sentence and all else that is so."""
+    return "; ".join((f"{state}: {why}" if why else state, *also))
+
+
+Found = tuple[datetime | None, str] | None
+"""Since when a condition holds, None where that is not known, and what is to be said of it; None where it does not."""
+
+
+class Condition(Struct, frozen=True, kw_only=True):
+    """Something that may be wrong with an agent. The order in `CONDITIONS` says what counts where several are so."""
+
+    name: str
+    holds: Callable[[AgentFacts], Found]
+    patience: float
+    """Seconds for which it needs nobody."""
+    cure: str
+    """With `{app}`, `{agent}` and `{stream}`."""
+    masked: bool = False
+    """Whether a pause explains it."""
+
+
+def judge(facts: AgentFacts) -> Judgement:
+    """Return how an agent is."""
+    true: dict[str, tuple[datetime | None, str]] = {}
+    not_known: dict[str, list[str]] = {}
+    for name, holds in RULES.items():
+        try:
+            if (found := holds(facts)) is not None:
+                true[name] = found
+        except NotKnownError as error:
+            not_known.setdefault(str(error), []).append(name)
+    may_be_paused = PAUSED in true or any(PAUSED in names for names in not_known.values())
+    state = next((name for name in true if not (may_be_paused and name in MASKED)), "")
+    unknown = [
+        f"not known, since {why}: whether it is {', '.join(of)}"
+        for why, names in not_known.items()
+        if (of := [name for name in names if name not in CALM or name == PAUSED])
+    ]
+    if unknown and state not in BY_NAME:
+        seems = [f"it seems {state}"] if state else []
+        return Judgement(state=UNKNOWN, why="; ".join(seems + unknown), needs=True, cure=CURES[UNKNOWN])
+    since, why = true[state]
+    also = [
+        f"{name}: {said}" for name, (_, said) in true.items() if name != state and (name in BY_NAME or name == PAUSED)
+    ]
+    if (condition := BY_NAME.get(state)) is None:
+        return Judgement(state=state, since=since, why=why, also=tuple(also))
+    needs = since is None or (facts.now - since).total_seconds() >= condition.patience
+    names = {"app": quoted(facts.app), "agent": quoted(facts.agent), "stream": quoted(facts.stream)}
+    return Judgement(
+        state=state,
+        since=since,
+        why=why,
+        needs=needs,
+        also=(*also, *unknown),
+        cure=CURES[state].format_map(names),
+    )
+
+
+def known(fact: T | Unknown) -> T:
+    """Return a fact. Raises `NotKnownError` where it is not known."""
+    if isinstance(fact, Unknown):
+        raise NotKnownError(fact.why)
+    return fact
+
+
+class _Look(Struct, frozen=True):
+    """The two consumers of an agent, now and in the earlier look."""
+
+    now: list[ConsumerInfo]
+    before: list[ConsumerInfo]
+
+    @property
+    def lag(self) -> int:
+        return sum(each.lag for each in self.now)
+
+    @property
+    def deliveries(self) -> int:
+        return sum(each.deliveries for each in self.now)
+
+    @property
+    def moves(self) -> bool:
+        return self.deliveries != sum(each.deliveries for each in self.before)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody asks, or has asked, for more."""
+        return any(each.num_waiting for each in (*self.now, *self.before))
+
+
+def _workers(a: AgentFacts) -> tuple[WorkerRecord, ...]:
+    """Return the workers, which say what hinders them and what they hold."""
+    workers = known(a.workers)
+    if any(each.hindrances is None for each in workers):
+        raise NotKnownError("a worker of it is of an older version, and does not record how it is")
+    return workers
+
+
+def _consumers(a: AgentFacts) -> list[ConsumerInfo]:
+    return [each for each in (known(a.events), known(a.retries)) if each is not None]
+
+
+def _look(a: AgentFacts) -> _Look:
+    """Return both looks. A consumer that is new is compared with itself."""
+    now = _consumers(a)
+    if a.before is None:
+        raise NotKnownError("this is the first look")
+    pairs = ((a.events, a.before.events), (a.retries, a.before.retries))
+    return _Look(
+        now, [was if isinstance(was, ConsumerInfo) else each for each, was in pairs if isinstance(each, ConsumerInfo)]
+    )
+
+
+def _quiet_since(consumers: list[ConsumerInfo]) -> datetime | None:
+    moments = [
+        moment for each in consumers for moment in (each.last_delivered, each.last_settled, each.created) if moment
+    ]
+    return max(moments, default=None)
+
+
+def _stream_gone(a: AgentFacts) -> Found:
+    if known(a.stream_info) is not None or (record := known(a.record)) is None or record.removed:
+        return None
+    taken = f"; its subjects are those of {a.taken_by} now" if a.taken_by else ""
+    return None, f"its stream {a.stream} is gone{taken}; it was settled up to sequence {record.ack_floor}"
+
+
+def _consumer_gone(a: AgentFacts) -> Found:
+    if known(a.events) is not None or (stream := known(a.stream_info)) is None:
+        return None
+    if (record := known(a.record)) is None or record.removed:
+        return None
+    if not record.holds_for(stream.created or stream.time):
+        return (
+            stream.created,
+            f"its stream was made again; the former one was settled up to sequence {record.ack_floor}",
+        )
+    last = f"the last one of {a.stream} is {stream.last_sequence}"
+    return record.time, f"a worker makes it again, after sequence {record.ack_floor}; {last}"
+
+
+def _not_begun(a: AgentFacts) -> Found:
+    if known(a.events) is not None or known(a.record) is not None:
+        return None
+    started = [each.started for each in known(a.workers)]
+    return (min(started), "a worker of its app runs, and has not begun to read for it") if started else None
+
+
+def _hindered(a: AgentFacts) -> Found:
+    workers = _workers(a)
+    found = [
+        (worker.since(each.seconds), _name(worker), each.text)
+        for worker in workers
+        for each in worker.hindrances or ()
+        if each.agent in ("", a.agent)
+    ]
+    if not found:
+        return None
+    since, name, text = min(found)
+    return since, f"{len({each[1] for each in found})} of {len(workers)} workers cannot go on; {name}: {text}"
+
+
+def _half_paused(a: AgentFacts) -> Found:
+    events, retries = known(a.events), known(a.retries)
+    if events is None or retries is None or events.paused == retries.paused:
+        return None
+    return None, f"only its {'notifications' if events.paused else 'retries'} are paused"
+
+
+def _no_worker(a: AgentFacts) -> Found:
+    look = _look(a)
+    if not look.lag or look.is_asked or look.moves:
+        return None
+    since = _quiet_since(look.now)
+    if any(each.num_ack_pending for each in look.now):
+        record = known(a.record)
+        takes = _longest_seconds(look.now[0], record)
+        if record is not None and record.attempt_seconds is not None:
+            takes = record.attempt_seconds
+        if since is None or (a.now - since).total_seconds() < takes:
+            return None
+    names = [_name(worker) for worker, _ in a.at_work]
+    return since, f"{look.lag} wait, and {f'{names[0]} lives and asks for nothing' if names else 'no worker runs'}"
+
+
+def _stuck(a: AgentFacts) -> Found:
+    look, now = _look(a), known(a.events)
+    if now is None or not now.num_ack_pending or now.ack_floor != look.before[0].ack_floor:
+        return None
+    record = known(a.record)
+    silent = look.moves and now.num_redelivered and now.last_settled is not None and a.now - now.last_settled > SILENT
+    if silent and _settled_at(look.before) == _settled_at(look.now) and not _explained(a, now.ack_floor):
+        text = f"{now.num_redelivered} are delivered again and again, and no acknowledgement comes"
+        return now.last_settled, text
+    since, longest = unfinished_since(now, record), _longest_seconds(now, record)
+    if since is None or (a.now - since).total_seconds() <= longest or _explained(a, now.ack_floor):
+        return None
+    text = f"{now.num_ack_pending} are delivered and not finished, the oldest after sequence {now.ack_floor}"
+    return since + timedelta(seconds=longest), text
+
+
+def _settled_at(consumers: list[ConsumerInfo]) -> list[datetime | None]:
+    return [each.last_settled for each in consumers]
+
+
+def _explained(a: AgentFacts, floor: int) -> bool:
+    """Return whether the oldest notification above the ack floor has a reason not to be finished."""
+    known(a.failure)
+    _workers(a)
+    held = {each.oldest: each for _, each in a.at_work if each.oldest is not None and each.oldest > floor}
+    retried = [each.sequence for each in a.retrying if not each.handed_back]
+    if not held or any(floor < each <= min(held) for each in retried):
+        return bool(a.retrying)
+    oldest = held[min(held)]
+    return bool(oldest.waits_for or oldest.away or oldest.shut_seconds is not None)
+
+
+def _blocked(a: AgentFacts) -> Found:
+    failure = known(a.failure)
+    if known(a.events) is None or failure is None or not (found := [each for each in a.retrying if each.blocked]):
+        return None
+    first = found[0]
+    key, behind = (f" (key {first.key})" if first.key else ""), sum(each.behind for each in found)
+    waits = f", {behind} wait behind {'it' if len(found) == 1 else 'them'}" if behind else ""
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return failure.since, f"at {first.stream}@{first.sequence}{key}{more}{waits}: {first.error}"
+
+
+def _two_programs(a: AgentFacts) -> Found:
+    return (a.deployed, f"its workers run {', '.join(a.functions)}") if a.functions else None
+
+
+def _away(a: AgentFacts) -> Found:
+    _workers(a)
+    found = [(worker.since(each.away_seconds), each.away) for worker, each in a.at_work if each.away]
+    if not found or not (lag := sum(each.lag for each in _consumers(a))):
+        return None
+    since, error = min(found)
+    some = "" if len(found) == len(a.at_work) else f"in {len(found)} of {len(a.at_work)} workers, "
+    return since, f"{some}{error}; {lag} wait, and no attempt is used"
+
+
+def _failing(a: AgentFacts) -> Found:
+    failure = known(a.failure)
+    if failure is None or failure.until <= a.now:
+        return None
+    if not a.retrying and not failure.of_window and failure.handled is not None and failure.handled >= failure.last:
+        return None
+    retried = f"; {len(a.retrying)} are tried again" if a.retrying else ""
+    return failure.since, f"{failing_text(failure)}{retried}"
+
+
+def _pacing(a: AgentFacts) -> Found:
+    _workers(a)
+    found = [worker.since(each.shut_seconds) for worker, each in a.at_work if each.shut_seconds is not None]
+    return (min(found), "most of its calls fail, so it begins one now and then") if found else None
+
+
+def _behind(a: AgentFacts) -> Found:
+    look = _look(a)
+    if a.pending < CATCHES_UP or look.lag <= sum(each.lag for each in look.before):
+        return None
+    known(a.workers)
+    return a.oldest_pending or a.now, f"{look.lag} wait, more than before; {len(a.at_work)} workers handle it"
+
+
+def _paused(a: AgentFacts) -> Found:
+    events = known(a.events)
+    return None if events is None or events.paused_until is None else (None, f"until {end_text(events.paused_until)}")
+
+
+def _removed(a: AgentFacts) -> Found:
+    if known(a.events) is not None or (record := known(a.record)) is None or not record.removed:
+        return None
+    settled = f"when everything up to sequence {record.ack_floor} was settled"
+    return record.time, f"its consumer was removed by an operator at {time_text(record.time)}, {settled}"
+
+
+def _never_started(a: AgentFacts) -> Found:
+    return (None, "no worker has ever created its consumer") if known(a.events) is None else None
+
+
+def _catching_up(a: AgentFacts) -> Found:
+    return (
+        (None, "") if known(a.events) is not None and sum(e.num_pending for e in _consumers(a)) >= CATCHES_UP else None
+    )
+
+
+def _working(a: AgentFacts) -> Found:
+    return (None, "") if _consumers(a) and (a.lag or _look(a).moves) else None
+
+
+def _at_rest(a: AgentFacts) -> Found:
+    look = _look(a)
+    if not look.now or look.is_asked or known(a.workers):
+        return None
+    return _quiet_since(look.now), "no worker runs, and nothing waits"
+
+
+def _idle(a: AgentFacts) -> Found:
+    return (None, "") if known(a.events) is not None else None
+
+
+UNKNOWN, PAUSED = "unknown", "paused"
+CURE_OF_UNKNOWN = (
+    "Give our user the role operator (`aviso-workers server render --role operator`) where a right is missing; start "
+    "the servers that do not answer."
+)
+CONDITIONS = (
+    Condition(
+        name="stream gone",
+        holds=_stream_gone,
+        patience=0,
+        cure="`aviso-workers streams apply` makes the stream again; or give it back its subjects.",
+    ),
+    Condition(
+        name="consumer gone",
+        holds=_consumer_gone,
+        patience=60,
+        cure="Start a worker of {app}, or read the log of the one that runs (`agent.disturbed`): the stream may be at "
+        "its max_consumers. If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`.",
+    ),
+    Condition(
+        name="not begun",
+        holds=_not_begun,
+        patience=60,
+        cure="Read the log of the worker (`agent.disturbed`) and its `/readyz`: they say why it cannot read {stream}.",
+    ),
+    Condition(
+        name="hindered",
+        holds=_hindered,
+        patience=10,
+        cure="Do what the sentence names: give the worker's user the right (`aviso-workers server render --role "
+        "worker`), or start that worker again where a call is stuck.",
+    ),
+    Condition(
+        name="half paused",
+        holds=_half_paused,
+        patience=0,
+        cure="`aviso-workers agents resume {app}/{agent}`, or pause it again.",
+    ),
+    Condition(
+        name="no worker",
+        holds=_no_worker,
+        patience=60,
+        masked=True,
+        cure="Start a worker of {app} (`aviso-workers worker MODULE:APP`), or start that one again that asks for "
+        "nothing. If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`.",
+    ),
+    Condition(
+        name="stuck",
+        holds=_stuck,
+        patience=0,
+        masked=True,
+        cure="Read the workers' logs. `aviso-workers streams get {stream} SEQUENCE` shows the notification. If its "
+        "handler may take so long, give the agent a longer `timeout`; else start the worker again that holds it.",
+    ),
+    Condition(
+        name="blocked",
+        holds=_blocked,
+        patience=0,
+        cure="Repair the cause of the error: it is tried again by itself, or at once by `aviso-workers agents retry "
+        "{app}/{agent} --all`. `aviso-workers agents skip {app}/{agent} --all` makes a dead letter of it.",
+    ),
+    Condition(
+        name="two programs",
+        holds=_two_programs,
+        patience=300,
+        cure="Finish the deploy, or give one of the apps, or one of the agents, another name.",
+    ),
+    Condition(
+        name="away",
+        holds=_away,
+        patience=300,
+        masked=True,
+        cure="Bring back what the error names: the agent goes on by itself within seconds.",
+    ),
+    Condition(
+        name="failing",
+        holds=_failing,
+        patience=300,
+        masked=True,
+        cure="`aviso-workers agents retrying {app}/{agent}` lists what is tried again and why.",
+    ),
+    Condition(
+        name="pacing",
+        holds=_pacing,
+        patience=900,
+        masked=True,
+        cure="`aviso-workers agents retrying {app}/{agent}` lists what is tried again and why.",
+    ),
+    Condition(
+        name="behind",
+        holds=_behind,
+        patience=900,
+        masked=True,
+        cure="Start more workers of {app}, raise the agent's concurrency, or make its handler faster.",
+    ),
+)
+"""In the order in which they count."""
+CALM: dict[str, Callable[[AgentFacts], Found]] = {
+    PAUSED: _paused,
+    "removed": _removed,
+    "never started": _never_started,
+    "catching up": _catching_up,
+    "working": _working,
+    "at rest": _at_rest,
+    "idle": _idle,
+}
+"""What needs nobody, in the order in which it counts."""
+STATES = (UNKNOWN, *(each.name for each in CONDITIONS), *CALM)
+"""All states, the worst first."""
+BY_NAME = {each.name: each for each in CONDITIONS}
+CURES = {UNKNOWN: CURE_OF_UNKNOWN} | {each.name: each.cure for each in CONDITIONS}
+"""What to do, by state, with `{app}`, `{agent}` and `{stream}`."""
+MASKED = frozenset(each.name for each in CONDITIONS if each.masked)
+RULES = {each.name: each.holds for each in CONDITIONS} | CALM
+
+
+def retrying(
+    failure: LastFailure, stream: str, events: ConsumerInfo | None, retries: ConsumerInfo | None, *, now: datetime
+) -> list[Retrying]:
+    """Return the notifications of a stream that an agent retries, as far as they are recorded: first those at which it
+    is blocked, then those due first. One that was due and has not failed again since is handled by now, or runs. One
+    that has left its stream is settled by the server."""
+    recently = now - timedelta(seconds=2 * WRITE_SECONDS)
+
+    def is_settled(each: Retrying) -> bool:
+        if (consumer := retries if each.handed_back else events) is None:
+            return False
+        return not consumer.num_ack_pending or (not each.handed_back and each.sequence <= consumer.ack_floor)
+
+    return [
+        each
+        for each in failure.retrying
+        if each.stream == stream
+        and (each.blocked or (each.again_at > recently and failure.until > now))
+        and not is_settled(each)
+    ]
+
+
+def failing_text(failure: LastFailure) -> str:
+    """Return since when, how often and how something fails."""
+    times = "once" if failure.times == 1 else f"{failure.times} times"
+    return f"since {time_text(failure.since)}, {times}: {failure.described}"
+
+
+def why_stuck(now: ConsumerInfo, before: ConsumerInfo) -> str:
+    """Return the reason why a consumer of another client is stuck, as text; empty where it is not. Nothing is recorded
+    of it, so the last delivery or acknowledgement is taken, which traffic can hide."""
+    if now.paused or not now.lag or not before.lag or before.ack_floor != now.ack_floor:
+        return ""
+    if not now.num_ack_pending:
+        idle = not before.num_ack_pending and before.deliveries == now.deliveries
+        return f"{now.num_pending} pending, and no client pulls them" if idle else ""
+    since = unfinished_since(now, None)
+    if since is None or (now.time - since).total_seconds() <= _longest_seconds(now, None):
+        return ""
+    minutes = (now.time - since).total_seconds() / 60
+    return (
+        f"{now.num_ack_pending} delivered and not finished; the oldest one, after sequence {now.ack_floor}, "
+        f"for {minutes:.0f} min"
+    )
+
+
+def unfinished_since(consumer: ConsumerInfo, record: ConsumerRecord | None) -> datetime | None:
+    """Return the time since which the oldest delivered notification is not finished, or a later one; None: not
+    known."""
+    if record and record.ack_floor == consumer.ack_floor and record.unfinished_since:
+        return record.unfinished_since
+    moments = [moment for moment in (consumer.last_delivered, consumer.last_settled) if moment]
+    return max(moments, default=None)
+
+
+def _longest_seconds(consumer: ConsumerInfo, record: ConsumerRecord | None) -> float:
+    """Return for how many seconds one notification may be unfinished."""
+    if record is not None:
+        return record.longest_seconds
+    return max(consumer_records.STUCK_SECONDS, 2 * consumer.config.ack_wait / SECOND)
+
+
+def _name(worker: WorkerRecord) -> str:
+    return worker.member or f"{worker.host}/{worker.process}"

@@ -1,0 +1,119 @@
+"""Snapshots of a server, of which all reports are made: its streams, their consumers, and what workers have recorded.
+
+A snapshot is one request for all streams and one or more for each that has consumers, which a server lists some
+hundreds at a time, and some for the records. Which streams are looked at, the server says, and no declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+
+import anyio
+from msgspec import Struct
+
+from aviso_workers.aviso.literals import SECOND
+from aviso_workers.backends import Admin
+from aviso_workers.errors import NotFoundError, UnavailableError
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
+from aviso_workers.ops import agent_inventory, inventory
+from aviso_workers.ops.agent_inventory import Recorded
+from aviso_workers.ops.denials import Denials, asked, noted
+from aviso_workers.ops.health import CATCHES_UP, Unknown
+from aviso_workers.ops.inventory import Listing
+from aviso_workers.state import worker_records
+from aviso_workers.state.worker_records import WorkerRecord
+from aviso_workers.task_groups import task_group
+
+AT_ONCE = 32
+"""The most streams whose consumers are listed side by side."""
+MOST_ASKED = 10
+
+
+class ServerSnapshot(Struct, frozen=True, kw_only=True):
+    """A snapshot of the streams and consumers of a server."""
+
+    at: float
+    """Seconds of a monotonic clock."""
+    streams: dict[str, StreamInfo]
+    unavailable: list[str]
+    """Streams and, as `STREAM > CONSUMER`, consumers for which no server answers: they are in none of the others."""
+    consumers: dict[tuple[str, str], ConsumerInfo]
+    """By stream and name."""
+    oldest_pending: Mapping[tuple[str, str], datetime] = {}
+    """As `oldest_pending` returns it."""
+    recorded: Recorded
+    workers: dict[str, list[WorkerRecord]] | Unknown
+    """Those that live, by app, as far as they have recorded themselves."""
+    denied: Denials
+    """What the server denies our user of it."""
+
+
+async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
+    """Take a snapshot of all streams and their consumers, or of one `stream`. What is denied is left out. Raises
+    `BackendError`, and `NotFoundError` where there is no such stream.
+    """
+    denied = Denials()
+    if stream:
+        listed = Listing[StreamInfo](found=[await admin.stream_info(stream)], unavailable=[])
+    else:
+        listed = await inventory.streams(admin, denied=denied)
+    streams, away = {each.name: each for each in listed.found}, [*listed.unavailable]
+    consumers: dict[tuple[str, str], ConsumerInfo] = {}
+    limiter = anyio.CapacityLimiter(AT_ONCE)
+
+    async def list_consumers(name: str) -> None:
+        async with limiter:
+            try:
+                found = await inventory.consumers(admin, name, denied=denied)
+            except NotFoundError:
+                streams.pop(name)  # it was deleted meanwhile
+            else:
+                consumers.update({(name, each.name): each for each in found.found})
+                away.extend(f"{name} > {consumer}" for consumer in found.unavailable)
+
+    async with task_group() as tasks:  # a server waits for those that do not answer
+        for name in [name for name, found in streams.items() if stream or found.consumers]:
+            tasks.start_soon(list_consumers, name)
+    return ServerSnapshot(
+        at=anyio.current_time(),
+        streams=streams,
+        unavailable=sorted(away),
+        consumers=consumers,
+        oldest_pending=await asked(denied, "messages", oldest_pending(admin, consumers), {}),
+        recorded=await agent_inventory.recorded(admin, denied=denied),
+        workers=await _workers(admin, denied),
+        denied=denied,
+    )
+
+
+async def oldest_pending(
+    admin: Admin, consumers: Mapping[tuple[str, str], ConsumerInfo]
+) -> dict[tuple[str, str], datetime]:
+    """Return when the first message was stored behind what an agent was delivered, by stream and consumer, of the
+    `MOST_ASKED` agents with the most that waits. Raises `DeniedError`.
+    """
+    waiting = [(each.num_pending, key) for key, each in consumers.items() if agent_inventory.agent_of(key[1])]
+    behind = sorted((pending, key) for pending, key in waiting if pending >= CATCHES_UP)[-MOST_ASKED:]
+    found: dict[tuple[str, str], datetime] = {}
+
+    async def ask(key: tuple[str, str]) -> None:
+        with suppress(NotFoundError, UnavailableError):
+            message = await admin.message(key[0], consumers[key].position + 1, next_by_subject=">")
+            if message is not None:
+                found[key] = datetime.fromtimestamp(message.timestamp_ns / SECOND, UTC)
+
+    async with task_group() as asking:  # a server waits for a leader that does not answer
+        for _, key in behind:
+            asking.start_soon(ask, key)
+    return found
+
+
+async def _workers(admin: Admin, denied: Denials) -> dict[str, list[WorkerRecord]] | Unknown:
+    try:
+        with noted(denied, "workers"):
+            return await worker_records.stored(admin)
+    except UnavailableError as error:  # the other things are worth more
+        return Unknown(str(error))
+    return Unknown(denied.reason("workers"))
