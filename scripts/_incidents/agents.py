@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 
 from _incidents import variables
-from aviso_workers import App, Notification, Reject, RetryPolicy
+from aviso_workers import App, Notification, Reject, RetryPolicy, Unavailable
 from aviso_workers.engine import failure_recorder, shared_filters
 from aviso_workers.state import consumer_records
 
@@ -26,12 +26,14 @@ failure_recorder.OVER_SECONDS = 5.0
 
 name = os.environ[variables.NAME]
 directory = Path(os.environ[variables.DIRECTORY])
-retry = RetryPolicy(first=0.2, factor=1.5, max=1.0, jitter=0.0, attempts=int(os.environ[variables.ATTEMPTS]))
+attempts = int(os.environ[variables.ATTEMPTS]) if os.environ[variables.ATTEMPTS] else None
+retry = RetryPolicy(first=0.2, factor=1.5, max=1.0, jitter=0.0, attempts=attempts)
 ledger = os.open(directory / f"{name}.ledger", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 app = App(name)
+archive = app.dependency("archive", patience=float(os.environ[variables.PATIENCE]))
 
 
-@app.agent(name, concurrency=4, ack_wait=2.0, retry=retry, depends_on=app.dependency("nothing", patience=0))
+@app.agent(name, concurrency=4, ack_wait=2.0, retry=retry, depends_on=archive)
 async def handle(notification: Notification[Any]) -> None:
     match notification.payload:
         case "reject" if _fault("handler"):
@@ -41,6 +43,8 @@ async def handle(notification: Notification[Any]) -> None:
     match _fault("handler"):
         case "fails":
             raise RuntimeError("the archive does not answer")
+        case "away":
+            raise Unavailable("the archive is maintained")
         case "hangs":
             await anyio.sleep_forever()
         case "blocks":

@@ -50,7 +50,8 @@ class Situation(Struct, frozen=True, kw_only=True):
     expected: Expected
     cure: str
     """As the page says it."""
-    attempts: int
+    attempts: int | None
+    patience: float
     window: str
     retires: bool
     """Whether the cure removes the app, so that nothing is left to look at."""
@@ -138,6 +139,7 @@ def make(situation: Situation, directory: Path, servers: Cluster, *, alerts: boo
         directory / situation.name,
         servers,
         attempts=situation.attempts,
+        patience=situation.patience,
         window=situation.window,
         alerts=alerts,
     )
@@ -184,6 +186,8 @@ def _until_as_expected(scene: Scene, expected: Expected, alerts: _Alerts) -> Loo
             look = structs.replace(look, doctor=known)
         firing = scene.firing()
         differences = list(_differences(look, expected, firing, alerts.seen))
+        if not differences:
+            differences = scene.differing()
         if not differences:
             return look
         if time.monotonic() > deadline:

@@ -17,7 +17,7 @@ USERS = """
 authorization {{
   users: [
     {{ user: operator, password: operator }}
-    {{ user: worker, password: worker, permissions: {{ publish: {{ allow: ">", deny: [{denied}] }} }} }}
+    {{ user: worker, password: {password}, permissions: {{ publish: {{ allow: ">", deny: [{denied}] }} }} }}
   ]
 }}
 """
@@ -28,7 +28,7 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self._users = directory / "users.conf"
-        self._write_users(())
+        self._write_users()
         ports = free_ports(SERVERS)
         self.monitors = [f"http://127.0.0.1:{port}" for port in ports]
         # A server reads what it includes from beside its own file, which is in a temporary directory of its own.
@@ -48,14 +48,30 @@ class Cluster:
         for number in numbers:
             self.nodes[number].start()
 
+    def freeze(self, number: int) -> None:
+        """Stop a server without ending it, as a disk that does not answer does."""
+        self.nodes[number].server.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self, number: int) -> None:
+        self.nodes[number].server.process.send_signal(signal.SIGCONT)
+
     def deny(self, *subjects: str) -> None:
         """Take from the user `worker` the right to publish to these subjects, and no other."""
-        self._write_users(subjects)
+        self._write_users(denied=subjects)
+        self._reload()
+
+    def change_password(self, password: str = "worker") -> None:
+        """Change the password of the user `worker`, whom the servers then disconnect."""
+        self._write_users(password=password)
+        self._reload()
+
+    def _reload(self) -> None:
         for node in self.nodes:
             node.server.process.send_signal(signal.SIGHUP)
 
-    def _write_users(self, denied: Sequence[str]) -> None:
-        self._users.write_text(USERS.format(denied=", ".join(f'"{subject}"' for subject in denied)))
+    def _write_users(self, *, denied: Sequence[str] = (), password: str = "worker") -> None:
+        subjects = ", ".join(f'"{subject}"' for subject in denied)
+        self._users.write_text(USERS.format(denied=subjects, password=password))
 
 
 @contextmanager

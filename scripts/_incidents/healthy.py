@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from _incidents import cluster
-from _incidents.operator import HEALTHY, Look
+from _incidents.operator import Look
 from _incidents.scene import Scene
 
 NAME = "healthy"
@@ -39,7 +39,7 @@ def conduct(looks: int, console: Console) -> int:
         wrong = 0
         for number in range(1, looks + 1):
             look = scene.operator.look(NAME, scene.worker, scene.exporter)
-            found = _wrong(look, scene.firing() - HELD_FOR_A_DAY)
+            found = _wrong(look, scene.firing() - HELD_FOR_A_DAY) + scene.differing()
             found += [f"{each.child.name}: not ready: {each.ask('/readyz')}" for each in workers if not each.is_ready()]
             warns = f"; WARN {', '.join(sorted(look.warns))}" if look.warns else ""
             console.print(f"look {number}: {'; '.join(found) or 'nothing wrong'}{warns}")
@@ -52,9 +52,8 @@ def conduct(looks: int, console: Console) -> int:
 
 
 def _wrong(look: Look, firing: set[str]) -> list[str]:
-    states = {state for state in look.state.split("; ") if state.rpartition(": ")[2] not in HEALTHY}
     return [
-        *(f"agents ls: {state}" for state in sorted(states)),
+        *([f"agents ls: {look.state}"] if look.needs else []),
         *(f"doctor: FAIL {code}" for code in sorted(look.fails)),
         *(f"alert: {alert}" for alert in sorted(firing)),
     ]

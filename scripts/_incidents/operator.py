@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 from msgspec import Struct
 
@@ -22,6 +24,12 @@ HEALTHY = {"idle", "working", "catching up"}
 """The states of agents that nothing is wrong with."""
 NO_WORKER = "no answer"
 NO_DOCTOR = "could not begin"
+OBSERVER_LINE = re.compile(r"^aviso_observer_agent_needs_somebody\{(.*)\} (\S+)$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+WRONG = ("FAIL", "WARN")
+
+Said = Mapping[str, Mapping[str, Any]]
+"""What a surface says of each agent: its `state`, and whether it `needs` somebody."""
 TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
 DOCTOR_LINE = re.compile(r'aviso_doctor_check\{code="(\w+)",state="(warn|fail)"\} 1(?:\.0)?$', re.MULTILINE)
 
@@ -44,6 +52,8 @@ class Look(Struct, frozen=True, kw_only=True):
     readyz: str
     livez: str
     alerts: frozenset[str] = frozenset()
+    needs: bool = False
+    """Whether `agents ls` says of one of its agents that somebody is needed."""
 
     @property
     def fails(self) -> set[str]:
@@ -88,7 +98,48 @@ class Operator:
             exporter.text = done.out
             codes = {code: level.upper() for code, level in DOCTOR_LINE.findall(done.out)}
             doctor = codes if done.code < 2 else {NO_DOCTOR: _last_line(done.err)}
-            return Look(state=state.result(), doctor=doctor, readyz=readyz.result(), livez=livez.result())
+            text, needs = state.result()
+            return Look(state=text, needs=needs, doctor=doctor, readyz=readyz.result(), livez=livez.result())
+
+    def differing(self, app: str, stream: str, console: str, observer: Worker | None) -> list[str]:
+        """Return what surfaces say of agents of which they do not all say the same. A surface that knows nothing of an
+        agent says nothing.
+        """
+        with ThreadPoolExecutor() as asking:
+            asked = {
+                "agents ls": asking.submit(self._of_list, app, stream),
+                "agents show": asking.submit(self._of_show, app),
+                "consumers ls": asking.submit(self._of_consumers, app, stream),
+                "console": asking.submit(_of_console, console, app, stream),
+                "observer": asking.submit(_of_observer, observer, app, stream),
+            }
+            doctor = asking.submit(self._doctor, "json")
+            said = {surface: one.result() for surface, one in asked.items()}
+        found = []
+        for what in ("state", "needs"):
+            for agent in said["agents ls"]:
+                words = {name: each[agent][what] for name, each in said.items() if what in each.get(agent, {})}
+                if len({*words.values()}) > 1:
+                    found.append(f"  {what} of {agent}: {', '.join(f'{name} {word}' for name, word in words.items())}")
+        if doctor.result().code < 2:
+            codes = {each["code"] for each in json.loads(doctor.result().out)["results"] if each["state"] in WRONG}
+            if ("JS058" in codes) != any(each["needs"] for each in said["agents ls"].values()):
+                found.append(f"  JS058 {'finds' if 'JS058' in codes else 'does not find'} that somebody is needed")
+        return found
+
+    def _of_list(self, app: str, stream: str) -> Said:
+        rows = self._rows("agents", "ls", "--seconds", "1")
+        wanted = [row for row in rows if (row["app"], row["stream"]) == (app, stream)]
+        return {row["agent"]: {"state": row["state"], "needs": row["needs"]} for row in wanted}
+
+    def _of_show(self, app: str) -> Said:
+        rows = self._rows("agents", "show", app)
+        return {row["agent"]: {"state": row["state"].partition(":")[0]} for row in rows if "state" in row}
+
+    def _of_consumers(self, app: str, stream: str) -> Said:
+        rows = self._rows("consumers", "ls", stream, "--seconds", "1")
+        names = {row["consumer"]: bool(row["stuck"]) for row in rows}
+        return {name.removeprefix(f"{app}__"): {"needs": stuck} for name, stuck in names.items()}
 
     def doctors_words(self) -> str:
         """Return what the doctor prints for people of what is wrong."""
@@ -103,17 +154,21 @@ class Operator:
         """Run the doctor without the app from now on, whose code is gone."""
         self._target = ""
 
-    def _state(self, app: str) -> str:
+    def _rows(self, *arguments: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.run(*arguments, "--json").out.splitlines()]
+
+    def _state(self, app: str) -> tuple[str, bool]:
+        """Return what `agents ls` says, and whether an agent needs somebody."""
         done = self.run("agents", "ls", "--json", "--seconds", "1")
         rows = [row for row in map(json.loads, done.out.splitlines()) if row["app"] == app]
         if not rows:
-            return _last_line(done.err) or "no agents"
+            return _last_line(done.err) or "no agents", False
         said = ["; ".join([f"{row['state']}: {row['why']}".removesuffix(": "), *row["also"]]) for row in rows]
         states = [
             text if row["agent"] == "handle" else f"{row['agent']}: {text}"
             for row, text in zip(rows, said, strict=True)
         ]
-        return "; ".join(TIME.sub("TIME", state) for state in states)
+        return "; ".join(TIME.sub("TIME", state) for state in states), any(row["needs"] for row in rows)
 
 
 class Exporter:
@@ -148,6 +203,25 @@ class Exporter:
             finally:
                 self._server.shutdown()
                 thread.join()
+
+
+def _of_console(url: str, app: str, stream: str) -> Said:
+    """Return what the page of all agents says, as programs read it."""
+    call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "agents", "arguments": {"app": app}}}
+    asked = Request(f"{url}/mcp", json.dumps(call).encode(), {"Content-Type": "application/json"})
+    with urlopen(asked, timeout=COMMAND_SECONDS) as answer:
+        result = json.loads(answer.read())["result"]
+    found = [] if result["isError"] else json.loads(result["content"][0]["text"]).get("agents", [])
+    of_stream = [each for each in found if each["progress"]["stream"] == stream]
+    return {each["progress"]["agent"]: each["judgement"] for each in of_stream}
+
+
+def _of_observer(observer: Worker | None, app: str, stream: str) -> Said:
+    """Return what the gauge of the observer says, of which the alert is made."""
+    text = observer.ask("/metrics")[1] if observer else ""
+    found = [dict(LABEL.findall(labels)) | {"value": value} for labels, value in OBSERVER_LINE.findall(text)]
+    of_stream = [each for each in found if (each["app"], each["stream"]) == (app, stream)]
+    return {each["agent"]: {"state": each["state"], "needs": float(each["value"]) > 0} for each in of_stream}
 
 
 def _answer(worker: Worker | None, path: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from _incidents import prometheus
 from _incidents.book import Outcome
+from _incidents.situations import SITUATIONS
 
 PAGE = Path(__file__).parents[2] / "docs/operations/incidents.md"
 NUMBER = re.compile(r"(?<![\w.])\d{1,4}(?!\w)")
@@ -15,8 +16,8 @@ NUMBER = re.compile(r"(?<![\w.])\d{1,4}(?!\w)")
 HEAD = """# Incidents
 
 What an operator sees of each situation, and its cure. `scripts/incidents` made each of them on three servers with \
-three replicas, looked, carried out the cure, and waited until everything was quiet again and every stored \
-notification was handled. `scripts/incidents --write` writes this page from what was seen.
+three replicas, looked until all surfaces said the same, carried out the cure, and waited until everything was quiet \
+again and every stored notification was handled. `scripts/incidents --write` writes this page from what was seen.
 
 - **`agents ls`** is the column `state` of the agent. N stands for a number and TIME for a time.
 - **`doctor`** has the checks that were FAIL or WARN, with `--app` and `--monitor` for all servers. \
@@ -30,10 +31,17 @@ times. The alerts of the doctor need its timer.
 """
 
 
-def text(outcomes: Sequence[Outcome]) -> str:
-    """Return the page."""
+def rows() -> dict[str, str]:
+    """Return the rows that the page has, by the titles of their situations."""
+    return {line.split(" | ")[0].removeprefix("| "): line for line in PAGE.read_text().splitlines() if line[:2] == "| "}
+
+
+def text(outcomes: Sequence[Outcome], known: Mapping[str, str]) -> str:
+    """Return the page: of situations that were made now what was seen, of the others the rows that are known."""
     waits = prometheus.waits()
-    return HEAD + "".join(f"| {' | '.join(_cells(outcome, waits))} |\n" for outcome in outcomes)
+    seen = {outcome.situation.title: f"| {' | '.join(_cells(outcome, waits))} |" for outcome in outcomes}
+    found = {**known, **seen}
+    return HEAD + "".join(f"{found[each.title]}\n" for each in SITUATIONS if each.title in found)
 
 
 def _cells(outcome: Outcome, waits: dict[str, str]) -> Iterable[str]:

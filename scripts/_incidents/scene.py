@@ -49,9 +49,10 @@ class Scene:
         directory: Path,
         cluster: Cluster,
         *,
-        attempts: int,
+        attempts: int | None,
         window: str,
         alerts: bool,
+        patience: float = 0,
         target: str = TARGET,
     ) -> None:
         directory.mkdir()
@@ -66,17 +67,19 @@ class Scene:
         self._directory = directory
         self._window = window
         self._alerts = alerts
-        self._target = target
+        self.target = target
         self._prometheus: Prometheus | None = None
         self._config = directory / "aviso.yaml"
         self._environment = environment() | {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH", "")))),
             variables.NAME: name,
             variables.DIRECTORY: str(directory),
-            variables.ATTEMPTS: str(attempts),
+            variables.ATTEMPTS: "" if attempts is None else str(attempts),
+            variables.PATIENCE: str(patience),
         }
-        self._ports = dict(zip(("worker", "second", "third", "observer"), free_ports(4), strict=True))
+        self._ports = dict(zip(("worker", "second", "third", "observer", "console"), free_ports(5), strict=True))
         self._started = Counter[str]()
+        self._observer: Worker | None = None
         self._stack = ExitStack()
         self._children: list[Child] = []
         self.write_config()
@@ -98,8 +101,10 @@ class Scene:
                 doctor=self.exporter.port,
             )
             self._stack.callback(self._prometheus.close)
-            self._process("observer", "--agent", "observer")
+            self._observer = self._process("observer", "--agent", "observer")
             self.wait("Prometheus is not ready", self._prometheus.is_ready)
+        console = [COMMAND, "console", "--port", str(self._ports["console"]), "--config", self._config]
+        self._stack.enter_context(running("console", console, log_dir=self._directory, environment=self._environment))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,7 +116,7 @@ class Scene:
 
     def start(self, name: str = "worker", *, until_ready: bool = True) -> Worker:
         """Start a worker, which Prometheus asks from now on."""
-        worker = self._process(name, self._target)
+        worker = self._process(name, self.target)
         if name == "worker":
             self.worker = worker
         self.follow(name)
@@ -129,6 +134,11 @@ class Scene:
         """Take a worker that nobody needs any more out of the configuration of Prometheus."""
         self._observed.remove(self._ports[name])
         self._tell_prometheus()
+
+    def differing(self) -> list[str]:
+        """Return what surfaces say of agents of which they do not all say the same."""
+        url = f"http://127.0.0.1:{self._ports['console']}"
+        return self.operator.differing(self.name, self.stream, url, self._observer)
 
     def firing(self) -> set[str]:
         """Return the alerts that fire."""

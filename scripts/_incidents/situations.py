@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from _incidents.book import Expected, Made, Situation
+from _incidents.operator import NO_DOCTOR
 from _incidents.scene import Scene
 
 SITUATIONS: list[Situation] = []
@@ -24,7 +25,8 @@ def situation(
     alerts: Iterable[str] = (),
     passing: Iterable[str] = (),
     mends_itself: bool = False,
-    attempts: int = 1000,
+    attempts: int | None = 1000,
+    patience: float = 0,
     window: str = "6s",
     retires: bool = False,
 ) -> Callable[[Made], Made]:
@@ -48,6 +50,7 @@ def situation(
                 expected=expected,
                 cure=cure,
                 attempts=attempts,
+                patience=patience,
                 window=window,
                 retires=retires,
             )
@@ -415,3 +418,231 @@ def app_retired(scene: Scene) -> Iterator[None]:
     yield
     scene.operator.must("agents", "rm", scene.name, "--workers-stopped", "--yes")
     scene.operator.forget_app()
+
+
+@situation(
+    "All servers are killed",
+    state="no NATS server at .*: .* Connect call failed .*",
+    fails=[NO_DOCTOR],
+    readyz="503 .*",
+    alerts=["AvisoWorkerDisconnected", "AvisoWorkerNotReady", "AvisoObserverBlind"],
+    passing=["AvisoPullErrors", "AvisoLeaderHindered", "AvisoServersUnhealthy", "AvisoDoctorMissing"],
+    cure="Start the servers; workers, observer and console come back by themselves",
+)
+def all_servers_killed(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.cluster.kill(0, 1, 2)
+    yield
+    scene.cluster.start(0, 1, 2)
+    scene.publish(SOME)
+
+
+@situation(
+    "One of three servers is frozen: its process is there and does not answer",
+    fails=["JS017", "JS044"],
+    alerts=["AvisoServersUnhealthy"],
+    passing=["AvisoDoctorFails", "JS049"],
+    cure="End the process of that server and start it again",
+)
+def one_server_frozen(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.cluster.freeze(2)
+    yield
+    scene.cluster.thaw(2)
+    scene.publish(SOME)
+
+
+@situation(
+    "What a handler depends on is away",
+    state="away: Unavailable: the archive is maintained; 20 wait, and no attempt is used",
+    patience=86400,
+    warns=[],
+    passing=["JS058"],
+    cure="Bring back what the error names; the notifications are tried again by themselves, and no attempt was used",
+)
+def dependency_away(scene: Scene) -> Iterator[None]:
+    scene.break_down("handler", "away")
+    scene.publish(SOME)
+    yield
+    scene.repair("handler")
+
+
+@situation(
+    "An agent that tries without end fails again and again",
+    attempts=None,
+    state=r"blocked: .*: RuntimeError: the archive does not answer .*",
+    fails=["JS058"],
+    alerts=["AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
+    passing=["AvisoRetriesRising"],
+    cure="Repair the cause; `aviso-workers agents retry APP/AGENT` tries at once, `agents skip` makes dead letters",
+)
+def agent_blocked(scene: Scene) -> Iterator[None]:
+    scene.break_down("handler", "fails")
+    scene.publish(3)
+    yield
+    scene.repair("handler")
+    scene.operator.must("agents", "retry", f"{scene.name}/handle", "--yes")
+
+
+@situation(
+    "Only the notifications of an agent are paused, and not its retries",
+    state="half paused: only its notifications are paused.*",
+    fails=["JS058"],
+    warns=["JS036"],
+    alerts=["AvisoAgentNeedsSomebody", "AvisoDoctorFails", "AvisoDoctorWarns"],
+    cure="`aviso-workers agents resume APP/AGENT`, or `agents pause` again",
+)
+def agent_half_paused(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    scene.api(f"CONSUMER.PAUSE.{scene.stream}.{scene.name}__handle", {"pause_until": "2100-01-01T00:00:00Z"})
+    scene.publish(SOME)
+    yield
+    scene.operator.must("agents", "resume", f"{scene.name}/handle")
+
+
+@situation(
+    "A right of the workers' user is taken away: to acknowledge",
+    state=r"hindered: 1 of 1 workers cannot go on; .*\$JS\.ACK.*",
+    fails=["JS058"],
+    readyz=r"503 .*\$JS\.ACK.*",
+    alerts=["AvisoWorkerNotReady", "AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
+    cure="Grant the subject that `/readyz` names (`aviso-workers server render --role worker`), and reload the servers",
+)
+def right_to_ack_taken_away(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    scene.cluster.deny("$JS.ACK.>")
+    scene.publish(SOME)
+    yield
+    scene.cluster.deny()
+
+
+@situation(
+    "A right of the workers' user is taken away: to record that they live",
+    state=r"unknown: .*",
+    fails=["JS058"],
+    readyz=".*",
+    alerts=["AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
+    cure="Grant the bucket `<app>__live` (`aviso-workers server render --role worker`), and reload the servers",
+)
+def right_to_record_taken_away(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.cluster.deny(f"$KV.{scene.name}__live.>")
+    yield
+    scene.cluster.deny()
+
+
+@situation(
+    "The servers refuse the workers' password",
+    state=r"no worker: \d+ wait, and no worker runs",
+    fails=["JS058"],
+    readyz="503 not connected.*",
+    alerts=["AvisoWorkerNotReady", "AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
+    passing=["AvisoPullErrors", "AvisoLeaderHindered"],
+    cure="Give the workers the password that the servers have; they read it anew at each attempt",
+)
+def password_refused(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    scene.cluster.change_password("another")
+    scene.publish(SOME)
+    yield
+    scene.cluster.change_password()
+
+
+@situation(
+    "A stream is deleted while no worker runs",
+    state="stream gone: .*",
+    fails=["JS058"],
+    readyz=DOWN,
+    livez=DOWN,
+    alerts=["AvisoAgentNeedsSomebody", "AvisoWorkerDown", "AvisoDoctorFails"],
+    cure="`aviso-workers streams apply`, and start a worker. What was stored is gone: publish or restore it",
+)
+def stream_deleted_without_worker(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    scene.stop_worker()
+    scene.api(f"STREAM.DELETE.{scene.stream}")
+    yield
+    scene.operator.must("streams", "apply")
+    scene.start()
+    scene.publish(SOME)
+
+
+@situation(
+    "The subjects of a stream are given to another one while no worker runs",
+    state="stream gone: .*; its subjects are those of OTHER_.* now.*",
+    fails=["JS058"],
+    readyz=DOWN,
+    livez=DOWN,
+    alerts=["AvisoAgentNeedsSomebody", "AvisoWorkerDown", "AvisoDoctorFails"],
+    cure="Remove the other stream or its subjects, then `aviso-workers streams apply`, and start a worker",
+)
+def subjects_moved(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    scene.stop_worker()
+    found = scene.api(f"STREAM.INFO.{scene.stream}")["config"]
+    other = f"OTHER_{scene.stream}"
+    scene.api(f"STREAM.UPDATE.{scene.stream}", found | {"subjects": [f"{scene.name}_elsewhere.>"]})
+    scene.api(f"STREAM.CREATE.{other}", {"name": other, "subjects": found["subjects"], "storage": "file"})
+    yield
+    scene.api(f"STREAM.DELETE.{other}")
+    scene.operator.must("streams", "apply")
+    scene.start()
+    scene.publish(SOME)
+
+
+@situation(
+    "A stream is sealed, and takes no notification any more",
+    fails=["JS013"],
+    alerts=["AvisoDoctorFails"],
+    cure="A sealed stream cannot be opened: `aviso-workers streams copy` it, `streams rm`, then `streams apply`",
+)
+def stream_sealed(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.wait_until_handled()
+    found = scene.api(f"STREAM.INFO.{scene.stream}")["config"]
+    scene.api(f"STREAM.UPDATE.{scene.stream}", found | {"sealed": True})
+    scene.publish_refused()
+    yield
+    scene.operator.must("streams", "rm", scene.stream, "--yes")
+    scene.operator.must("streams", "apply")
+    scene.publish(SOME)
+
+
+@situation(
+    "The stream of an app's dead letters is deleted",
+    state=r"hindered: 1 of 1 workers cannot go on; .*: dead letters cannot be stored: .*",
+    fails=["JS058"],
+    readyz="503 agent handle: dead letters cannot be stored: .*",
+    alerts=["AvisoDeadLettersRefused", "AvisoWorkerNotReady", "AvisoDoctorFails", "AvisoAgentNeedsSomebody"],
+    passing=["AvisoRetriesRising"],
+    cure="`aviso-workers streams apply --role worker --app MODULE:APP`; the workers then store what they hold",
+)
+def dead_letters_deleted(scene: Scene) -> Iterator[None]:
+    scene.break_down("handler", "reject")
+    scene.api(f"STREAM.DELETE.aviso_workers_dead_letters__{scene.name}")
+    scene.publish(3, "reject")
+    yield
+    scene.operator.must("streams", "apply", "--role", "worker", "--app", scene.target)
+    scene.repair("handler")
+    scene.wait("no dead letter is stored", lambda: "Reject" in scene.operator.run("dead-letters", "ls").out)
+    scene.operator.must("dead-letters", "retry", "--app", scene.name, "--yes")
+
+
+@situation(
+    "The bucket of an app's leases is deleted",
+    state=r"hindered: 1 of 1 workers cannot go on; .*: cannot lead, for lack of bucket .*",
+    fails=["JS058"],
+    readyz="503 cannot lead, for lack of bucket .*_leases: .*",
+    alerts=["AvisoLeaderHindered", "AvisoWorkerNotReady", "AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
+    cure="`aviso-workers streams apply --role worker --app MODULE:APP`",
+)
+def leases_deleted(scene: Scene) -> Iterator[None]:
+    scene.publish(SOME)
+    scene.api(f"STREAM.DELETE.KV_{scene.name}__leases")
+    yield
+    scene.operator.must("streams", "apply", "--role", "worker", "--app", scene.target)
