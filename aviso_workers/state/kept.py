@@ -1,4 +1,4 @@
-"""A row of the list of all that is stored (docs/state.md), which each module of this package states of its own."""
+"""A row of the list of all that is stored, which each module of this package states of its own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Writes docs/state.md, the list of all that is stored, from what the modules of `aviso_workers.state` state.
+"""Writes the list of all that is stored, from what the modules of `aviso_workers.state` state.
 
-`PYTHONPATH=scripts .venv/bin/python -m _docs.state` writes it.
+`PYTHONPATH=scripts .venv/bin/python -m _docs.state` prints it.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from aviso_workers import state
 from aviso_workers.state.kept import Kept
 
-PAGE = Path(__file__).parents[2] / "docs" / "state.md"
 BEGINNING = """# What is stored, and where
 
 Beside the notifications in the streams of their event types, aviso-workers stores what is in these tables. What \
 names each is in `aviso_workers/state/`, in the module of the last column, and mostly what writes and reads it. Words \
-in angle brackets stand for names. [Erasing](erasing.md), [backups](backup.md) and `agents rm` go by the same names.
+in angle brackets stand for names. [Erasing](../erasing.md), [backups](../backup.md) and `agents rm` go by the \
+same names.
 """
 
 
@@ -56,4 +55,4 @@ def _row(module: str, place: str, each: Kept) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    print(page())

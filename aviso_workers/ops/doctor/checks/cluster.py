@@ -94,7 +94,7 @@ def useless_replicas(facts: Facts) -> Iterator[Finding]:
     needs=("monitoring",),
 )
 def diverged_replicas(facts: Facts) -> Iterator[Finding]:
-    """This happens after damage on a disk, and when a server runs with a wrong clock: it deletes messages that are
+    """Replicas differ after damage on a disk, and when a server runs with a wrong clock: it deletes messages that are
     older than `retention_time` by its own clock, and does not get them back when the clock is right again.
 
     The check compares what each server of `--monitor` says of its own replicas: the first and the last sequence and,
@@ -102,8 +102,8 @@ def diverged_replicas(facts: Facts) -> Iterator[Finding]:
     difference is still there.
 
     A replica that is copied anew loses what only it had, so make a backup while the replica with the most messages
-    leads (`aviso-workers backup create`). Without accounts, `ACCOUNT` in the path is `$G`. Continue with the next
-    server when JS017 and JS072 pass.
+    leads (`aviso-workers backup create`). Without accounts, the directory of the account is `$G`. Continue
+    with the next server when JS017 and JS072 pass.
 
     Consumers with replicas, as those of agents, keep their positions. A consumer with one replica on that server
     (`num_replicas: 1`) starts again at its first message. `streams remove-peer` does the same without a stop, if the
@@ -213,7 +213,7 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
     needs=("account", "streams"),
 )
 def own_streams_refused(facts: Facts) -> Iterator[Finding]:
-    """The stream of dead letters has one only if `workers.dead_letters.max_bytes` is set."""
+    """The stream of dead letters has a limit of bytes only if `workers.dead_letters.max_bytes` is set."""
     if not facts.after.account.limits.max_bytes_required:
         return
     kinds = [RETRIES] if facts.config.workers.dead_letters.max_bytes else [DEAD_LETTERS, RETRIES]

@@ -251,8 +251,8 @@ def _cure(facts: Facts, stream: str, consumer: str, state: str) -> str:
     severity=State.FAIL,
 )
 def due(facts: Facts) -> Iterator[Finding]:
-    """The attempts are up to a minute apart, and workers log `notification.overdue`. Such notifications are not counted
-    in JS022 and JS058, because no handler of an agent fails.
+    """Workers try again, up to a minute apart, and log `notification.overdue`. Such notifications are not counted in
+    JS022 and JS058, because no handler of an agent fails.
     """
     for target, count in facts.due.items():
         key = delayed_messages.stream_of(target), delayed_messages.DURABLE

@@ -296,7 +296,7 @@ def _clock(place: str, ahead_seconds: float, uncertain_seconds: float, than: str
     needs=("monitoring", "streams"),
 )
 def same_place(facts: Facts) -> Iterator[Finding]:
-    """It happens to a stream that is older than the setting."""
+    """A stream that is older than `unique_tag` may have replicas in one zone."""
     for key in {one.varz.jetstream.config.unique_tag for one in facts.monitored} - {""}:
         places = {one.name: [tag for tag in one.varz.tags if tag.startswith(key)] for one in facts.monitored}
         for stream in facts.streams.values():

@@ -343,9 +343,9 @@ def two_histories(facts: Facts) -> Iterator[Finding]:
     severity=State.FAIL,
 )
 def other_histories(facts: Facts) -> Iterator[Finding]:
-    """Its lag is 0 all the same. The check compares some messages of both by time, subject and body. It does not
-    compare an origin that does not answer. [Mirrors and failover](../failover.md#does-it-follow) says what the
-    comparison cannot see.
+    """A mirror of a recreated origin has a lag of 0. The check compares some messages of both by time, subject and
+    body. It does not compare an origin that does not answer. [Mirrors and failover](../failover.md#does-it-follow)
+    says what the comparison cannot see.
     """
     for link in facts.links:
         if link.divergence:
