@@ -224,6 +224,7 @@ async def test_two_versions_are_told_once_they_run_for_longer_than_a_deploy_take
 
     async with harness(version("v1"), server=url) as t:
         await recorded(t, bool)
+        await t.advance(1)
         await t.deploy(version("v2"), beside=True)
         await recorded(t, lambda found: len(found) == 2)
         now = await snapshots.take(t.app.session.admin)

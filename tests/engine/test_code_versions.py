@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +34,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of the module `our_agents`."""
     module = ModuleType("our_agents")
     module.__file__ = str(tmp_path / "our_agents.py")
-    monkeypatch.setitem(code_versions.sys.modules, "our_agents", module)
+    monkeypatch.setitem(sys.modules, "our_agents", module)
     return tmp_path / "our_agents.py"
 
 
