@@ -67,7 +67,8 @@ def list_agents(
     """List the agents of one app or of all, with their lag and how they are. Exit with 1 if one needs somebody.
 
     The lag of an agent is pending plus ack pending, and its change per second is negative while it shrinks. Redelivered
-    counts the notifications that are being tried again. Timers and tasks are listed while they fail.
+    counts the notifications that are being tried again. Timers and tasks are listed while they fail, and workers that
+    were killed, or that run several versions.
 
     Example: aviso-workers agents ls mine.agents:app --watch
     """

@@ -6,7 +6,6 @@ import hashlib
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ def of_app(app: Any) -> str:
 
 
 def _of_modules(names: Iterable[str]) -> str:
+    from importlib import metadata  # which takes some milliseconds, and commands need it not
+
     packages = sorted({name.partition(".")[0] for name in names})
     with suppress(metadata.PackageNotFoundError):
         return ", ".join(f"{package} {metadata.version(package)}" for package in packages)
