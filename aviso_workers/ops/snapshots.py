@@ -23,7 +23,7 @@ from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.health import CATCHES_UP, Unknown
 from aviso_workers.ops.inventory import Listing
 from aviso_workers.state import worker_records
-from aviso_workers.state.worker_records import WorkerRecord
+from aviso_workers.state.worker_records import AppWorkers
 from aviso_workers.task_groups import task_group
 
 AT_ONCE = 32
@@ -44,8 +44,8 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     oldest_pending: Mapping[tuple[str, str], datetime] = {}
     """As `oldest_pending` returns it."""
     recorded: Recorded
-    workers: dict[str, list[WorkerRecord]] | Unknown
-    """Those that live, by app, as far as they have recorded themselves."""
+    workers: dict[str, AppWorkers] | Unknown
+    """By app, as far as they have recorded themselves."""
     denied: Denials
     """What the server denies our user of it."""
 
@@ -114,7 +114,7 @@ async def oldest_pending(
     return found
 
 
-async def _workers(admin: Admin, denied: Denials) -> dict[str, list[WorkerRecord]] | Unknown:
+async def _workers(admin: Admin, denied: Denials) -> dict[str, AppWorkers] | Unknown:
     try:
         with noted(denied, "workers"):
             return await worker_records.stored(admin)

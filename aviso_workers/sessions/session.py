@@ -52,6 +52,7 @@ from aviso_workers.sessions.agent_subscriptions import AgentSubscriptions
 from aviso_workers.sessions.hindrances import OBSERVED, Hindrances
 from aviso_workers.sessions.worker_recorder import WorkerRecorder
 from aviso_workers.state import (
+    code_versions,
     consumer_records,
     declarations,
     delayed_messages,
@@ -291,6 +292,7 @@ class Session:
                         runs=self.runs,
                         hindrances=hindrances,
                         timers=tuple(timer.name for timer in timers),
+                        code=code_versions.of_app(app),
                     )
                     watching.start_soon(recorder.keep_recorded)
                 if begun is not None:

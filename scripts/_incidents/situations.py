@@ -91,8 +91,9 @@ def two_servers_killed(scene: Scene) -> Iterator[None]:
 
 @situation(
     "The only worker is killed",
-    state=r"no worker: \d+ wait, and no worker runs",
+    state=r"no worker: \d+ wait, and no worker runs(; worker \S+: lost: killed or cut off at TIME, on \S+)?",
     fails=["JS058"],
+    passing=["JS080"],
     readyz=DOWN,
     livez=DOWN,
     alerts=["AvisoWorkerDown", "AvisoAgentNeedsSomebody", "AvisoDoctorFails"],

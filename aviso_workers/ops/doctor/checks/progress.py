@@ -15,7 +15,7 @@ from aviso_workers.declare import agents, outputs
 from aviso_workers.errors import WorkerDiedError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, health
+from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, health, worker_health
 from aviso_workers.ops.doctor.facts import Facts, Need
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 from aviso_workers.state import delayed_messages, own_streams
@@ -315,6 +315,23 @@ def failing_timers(facts: Facts) -> Iterator[Finding]:
         if (kind != "agents" or failure.of_window) and failure.until > facts.now:
             place = f"{app} > {'window of ' if failure.of_window else ''}{kind.removesuffix('s')} {name}"
             yield Finding(place=place, found=health.failing_text(failure))
+
+
+@declare(
+    "JS080",
+    "No worker is lost, and each app runs one version",
+    why="A worker that was killed or cut off no longer does its share. Workers of two versions handle notifications "
+    "differently, and each notification goes to any of them.",
+    cure="`aviso-workers agents ls {app}` says more.",
+    needs=("records",),
+)
+def workers_need_somebody(facts: Facts) -> Iterator[Finding]:
+    """The check says the [state of each worker and app](health.md#workers-and-apps) that needs somebody. A worker that
+    is hindered is left to its agents, of which JS058 says it.
+    """
+    for app, name, found in worker_health.troubles(facts.workers, now=facts.now):
+        if found.needs:
+            yield Finding(place=f"{app} > {name}", found=found.text, cure=found.cure)
 
 
 def _is_idle(before: ConsumerInfo, after: ConsumerInfo) -> bool:
