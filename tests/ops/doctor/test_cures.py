@@ -366,6 +366,13 @@ CASES = (
         runs=APPLY,
     ),
     Case(
+        code="JS006",
+        where="OTHER",
+        steps=(full("OTHER", max_msgs=10),),
+        runs=("streams purge",),
+        words={"COUNT": "1"},
+    ),
+    Case(
         code="JS008",
         where="MARS",
         given={f"{JETSTREAM}.retention_policy": "interest"},
@@ -630,10 +637,24 @@ NOT_RUN = {
     "JS075": "as JS043",
 }
 """Checks of which no case runs the cure, and why."""
+STATES_NOT_RUN = {
+    "not begun": "the log of the worker says what is to be done",
+    "hindered": "a user is to be given a right",
+    "stuck": "the handler is to be mended; the command only shows the notification",
+    "two programs": "a deploy is to be finished",
+    "away": "another service is to be started",
+    "failing": "the handler is to be mended; the command only shows what is tried again",
+    "pacing": "as failing",
+    "behind": "the handler is to become faster",
+    health.UNKNOWN: "a user is to be given a right, or a server is to be started",
+}
+"""States of agents of which no case runs the cure, and why."""
 
 
-def test_each_check_has_a_case_or_a_reason() -> None:
+def test_each_check_and_each_state_of_an_agent_has_a_case_or_a_reason() -> None:
     assert {case.code for case in CASES} ^ NOT_RUN.keys() == {check.code for check in CHECKS}
+    states = {case.found for case in CASES if case.code == "JS058"}
+    assert states ^ STATES_NOT_RUN.keys() == health.CURES.keys()
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
