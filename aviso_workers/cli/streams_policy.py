@@ -84,7 +84,8 @@ def apply(
         if any(found.needed and found.removing for found in plans):
             confirm(yes, to="do all of it, and remove the stored messages that are counted above")
         differs = False
-        for needed in (found for found in plans if found.needed):
+        # Those that exist come first: one may give up subjects that a new one takes.
+        for needed in sorted((found for found in plans if found.needed), key=lambda found: not found.exists):
             left = await stream_policy.carry_out(server.admin, server.config, needed, removals=yes)
             said = f"not as configured: {'; '.join(map(str, left))}" if left else "done"
             typer.echo(f"{' '.join(_names(needed)).strip()}: {said}")

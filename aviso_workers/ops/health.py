@@ -487,7 +487,7 @@ CONDITIONS = (
         holds=_hindered,
         patience=10,
         cure="Do what the sentence names: give the worker's user the right (`aviso-workers server render --role "
-        "worker`), or start that worker again where a call is stuck.",
+        "worker --app MODULE:APP`), or start that worker again where a call is stuck.",
     ),
     Condition(
         name="half paused",

@@ -112,7 +112,7 @@ async def create_bucket(backend: Backend, app: str) -> None:
         await bucket(backend, app)
     except DeniedError as error:
         raise DeniedError(
-            f"{error}; the worker needs the permissions that `aviso-workers server render --role worker` prints"
+            f"{error}; the worker needs what `aviso-workers server render --role worker --app MODULE:APP` prints"
         ) from error
     except UnreadableStreamError:
         raise

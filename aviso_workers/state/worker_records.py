@@ -1,9 +1,9 @@
 """The worker processes that live, as each of them has said of itself: where it runs, what it handles, and what hinders
 it; and those that were killed or cut off within a day.
 
-Each app has them in a bucket. A worker puts its record again and again, and takes it back when it ends in order
-(`sessions.worker_recorder`), and says so when it ends in order. So one that says nothing for `LIVES_SECONDS` was
-killed, or cut off from the servers; the bucket forgets each after a day. Nothing depends on it: a worker without the right works as ever, and is not listed.
+Each app has them in a bucket. A worker puts its record again and again (`sessions.worker_recorder`), and says so when
+it ends in order. So one that says nothing for `LIVES_SECONDS` was killed, or cut off from the servers; the bucket
+forgets each after a day. Nothing depends on it: a worker without the right works as ever, and is not listed.
 """
 
 from __future__ import annotations

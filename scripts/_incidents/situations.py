@@ -354,8 +354,8 @@ def too_few_workers(scene: Scene) -> Iterator[None]:
     fails=["JS058"],
     readyz="503 cannot lead, for lack of bucket .*_leases: .*",
     alerts=["AvisoLeaderHindered", "AvisoWorkerNotReady", "AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
-    cure="Grant the subject that `/readyz` and `leader.hindered` name (`aviso-workers server render --role worker`), "
-    "and reload the servers",
+    cure="Grant the subject that `/readyz` and `leader.hindered` name (`aviso-workers server render --role worker "
+    "--app MODULE:APP`), and reload the servers",
 )
 def right_taken_away(scene: Scene) -> Iterator[None]:
     scene.publish(SOME)

@@ -227,7 +227,7 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS041",
     "All servers have the same version, 2.14 or newer",
-    why="A server before 2.14 has neither fast batches nor `aviso-workers agents reset`. A stream or consumer that "
+    why="A server before 2.14 has neither fast batches nor `agents reset`. A stream or consumer that "
     "uses a feature that its server does not know is offline.",
     cure="Upgrade one server at a time to 2.14 or newer, the oldest first: `nats-server --signal ldm`, replace the "
     "program, start it.",
@@ -242,9 +242,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
         yield Finding(place="cluster", found=", ".join(f"{name} {version}" for name, version in sorted(found.items())))
     for server, version in found.items():
         if tuple(map(int, version.split("-")[0].split(".")[:2])) < COMFORTABLE:
-            yield Finding(
-                place=server, found=f"version {version} has neither fast batches nor `aviso-workers agents reset`"
-            )
+            yield Finding(place=server, found=f"version {version} has neither fast batches nor `agents reset`")
     level = facts.after.account.api.level
     for one in () if "account" in facts.unknown else _kept(facts):
         needed = int(one.config.metadata.get(LEVEL, 0))
