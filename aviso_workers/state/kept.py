@@ -1,4 +1,4 @@
-"""A row of the list of all that is stored (docs/state.md), which each module of this package states of its own."""
+"""A row of the list of all that is stored (docs/state.md), stated by a module beside its row."""
 
 from __future__ import annotations
 

@@ -7,17 +7,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from aviso_workers.state.kept import Kept
-
 PREFIX = "aviso_workers_spark__"
-KEPT = (
-    Kept(
-        bucket=f"{PREFIX}<stream>",
-        key="<digest of the query's id>",
-        holds="when the stream was created in which the batches of a streaming query are stored",
-        until="until somebody deletes it",
-    ),
-)
 KEY_BYTES = 16
 
 
