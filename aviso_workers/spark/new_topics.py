@@ -12,9 +12,7 @@ from msgspec import structs
 from aviso_workers.aviso.codec import is_marker
 from aviso_workers.backends import Backend, OutgoingChunk, PubAck
 from aviso_workers.engine.publisher import Publisher
-
-EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
-MESSAGE_ID = "Nats-Msg-Id"
+from aviso_workers.jetstream.answers import EXPECTED_LAST, MESSAGE_ID
 
 
 async def store(

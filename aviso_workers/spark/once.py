@@ -12,12 +12,12 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from aviso_workers.config import Config, streams
 from aviso_workers.errors import NotFoundError
+from aviso_workers.jetstream.answers import MESSAGE_ID
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.spark import writers
 from aviso_workers.spark.connections import connected, load_config
 from aviso_workers.spark.options import WriteOptions
 
-MESSAGE_ID = "Nats-Msg-Id"
 IN_ORDER = "sequence"
 
 

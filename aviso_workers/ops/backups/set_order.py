@@ -36,10 +36,10 @@ from typing import Any
 
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream.specs import BUCKET
 from aviso_workers.state import delayed_messages, own_buckets, own_streams
 from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, RETRIES
 
-BUCKET = "KV_"
 LIMITS = "limits"
 """The retention of a stream that keeps settled messages."""
 
