@@ -1,4 +1,4 @@
-"""Where Spark's streaming queries record the stream that their batches were stored in (`spark.query_records`).
+"""Where Spark's streaming queries record the stream that their batches were stored in (`spark.writers`).
 
 Each stream has a bucket of its own, because a server's permissions bind whole names.
 """
