@@ -6,7 +6,8 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from datetime import datetime
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -14,16 +15,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from aviso_workers.aviso.literals import printable, printable_lines
+from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import SECOND, printable, printable_lines
 from aviso_workers.cli.options import flag
 from aviso_workers.cli.tables import table
 from aviso_workers.events import Events, Skipped
+from aviso_workers.jetstream import fields
+from aviso_workers.jetstream.info import SILENT_NANOSECONDS, Cluster, ConsumerInfo, StreamInfo
 
 AsJson = Annotated[bool, flag("--json", "Print one JSON document a row instead of a table.")]
 
 WIDE = 10_000
 MAX_SKIPPED = 10
 """Skipped messages that have a line each; more are only counted."""
+AsAnswered = Annotated[bool, flag("--json", "Print the server's whole answer as one JSON document.")]
+T = TypeVar("T", StreamInfo, ConsumerInfo)
 
 
 def print_rows(
@@ -149,3 +155,37 @@ def end_where_unavailable(names: Sequence[str], denied: str = "") -> None:
         echo(line, err=True)
     if any(said):
         raise typer.Exit(1)
+
+
+def print_details(found: T, state: Callable[[T], Iterable[tuple[str, str]]], *, as_json: bool) -> None:
+    """Print what `state` says of a stream or consumer, and below it the configuration without its zero values; or the
+    server's answer as JSON.
+    """
+    if as_json:
+        print_json(found.answer)
+        return
+    print_record(state(found))
+    typer.echo()
+    print_record(fields.configured(found.config))
+
+
+def replicas(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Yield the leader and the followers of a stream or consumer; of a server without a cluster, nothing."""
+    if not cluster.name:
+        return
+    yield "cluster", cluster.name
+    yield "leader", cluster.leader or "none"
+    for follower in cluster.followers:
+        heard = follower.active / SECOND
+        if follower.offline or follower.active > SILENT_NANOSECONDS:
+            state = f"not heard of for {heard:.0f} s; then it lagged by {follower.lag}"
+        else:
+            state = (
+                f"{'current' if follower.current else 'not current'}, lag {follower.lag}, heard of {heard:.1f} s ago"
+            )
+        yield "follower", f"{follower.name}: {state}"
+
+
+def time_text(time: datetime | None) -> str:
+    """Return a time to the second, with its zone; None is `unknown`."""
+    return literals.time_text(time) if time else "unknown"

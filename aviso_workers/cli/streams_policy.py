@@ -9,8 +9,7 @@ import typer
 
 from aviso_workers.cli import NOT_PROVEN, completion
 from aviso_workers.cli.completion import Event
-from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.options import argument, flag
+from aviso_workers.cli.options import Yes, argument, confirm, flag
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.streams import name_missing, streams
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, on_server

@@ -5,7 +5,7 @@ consumers by which they do, and the buckets of its state. No role but `operator`
 do that can read and write everything of the account (`streams apply --role` makes what the others need).
 
 A replay reads by a consumer. On a stream that several apps share, its name is one of the app's own
-(`jetstream.reader_names`), and no role but `operator` may use another one.
+(`jetstream.identities`), and no role but `operator` may use another one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from aviso_workers.backends.jetstream import credentials, inboxes
-from aviso_workers.backends.jetstream.server_versions import PING
+from aviso_workers.backends.jetstream.creation import PING
 from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.declare.tables import Counter
-from aviso_workers.jetstream import reader_names
+from aviso_workers.jetstream import identities
 from aviso_workers.jetstream.specs import SCHEDULES
 from aviso_workers.state import (
     dead_letter_records,
@@ -55,7 +55,7 @@ def of_worker(app: Router, config: Config, *, buckets: Iterable[str] = (), user:
 
 def of_spark(config: Config, *, user: str = "") -> Permissions:
     """Return what the drivers and executors of Spark need to read and write notifications of all event types."""
-    api = _Api(config, user, owner=reader_names.SPARK)
+    api = _Api(config, user, owner=identities.SPARK)
     return _permissions(_spark(api), subscribe=(api.inboxes,))
 
 
@@ -108,7 +108,7 @@ class _Api:
 
     def read(self, stream: str) -> Iterator[str]:
         yield self.get(stream)
-        names = reader_names.names(self.owner, stream)
+        names = identities.reader_names(self.owner, stream)
         if not names:
             yield f"{self.prefix}.CONSUMER.CREATE.{stream}"
         for name in names:

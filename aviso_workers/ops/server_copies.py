@@ -25,7 +25,7 @@ from msgspec import Struct, structs
 from aviso_workers.backends import Admin
 from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import metadata
-from aviso_workers.jetstream.info import Cluster, StreamConfig
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops import consumer_positions
 from aviso_workers.ops.backups import Contents, Drill, archive, read_back
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
