@@ -19,7 +19,7 @@ from aviso_workers.backends.jetstream import JetStreamBackend, readers
 from aviso_workers.errors import DeclarationError, DeniedError, UnavailableError
 from aviso_workers.events import StreamNotRead
 from aviso_workers.jetstream import error_codes, identities
-from aviso_workers.ops import agent_inventory, permissions, role_streams
+from aviso_workers.ops import agent_inventory, permissions
 from aviso_workers.server import NatsServer
 from aviso_workers.state import bucket_names, delayed_messages
 from tests.conftest import write_mars_config
@@ -76,7 +76,7 @@ def _started(directory: Path, *more: str) -> Iterator[Account]:
     with NatsServer.start(store_dir=directory / "store", config=accounts) as server:
         for name in APPS:
             everything = Account(server, directory).app(name, user="everything")
-            own = role_streams.of_worker(everything, everything.config)
+            own = permissions.streams_of_worker(everything, everything.config)
             with ThreadPoolExecutor() as beside:  # a test may run in an event loop
                 beside.submit(anyio.run, make_streams, directory / "everything.yaml", own).result()
         yield Account(server, directory)

@@ -29,7 +29,7 @@ from aviso_workers.errors import DeniedError, NotFoundError
 from aviso_workers.jetstream import identities
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.jetstream.subjects import pattern
-from aviso_workers.ops import permissions, role_streams, stream_policy
+from aviso_workers.ops import permissions, stream_policy
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import writers
 from aviso_workers.spark.data_source import AvisoDataSource
@@ -283,13 +283,13 @@ def own_streams_of(role: permissions.Role, config: Path) -> list[StreamSpec]:
     app = an_app(config)
     match role:
         case "worker":
-            return role_streams.of_worker(app, app.config)
+            return permissions.streams_of_worker(app, app.config)
         case "bridge":
-            return role_streams.of_worker(a_bridge(config), app.config, opened=[spark_events.BUCKET])
+            return permissions.streams_of_worker(a_bridge(config), app.config, opened=[spark_events.BUCKET])
         case "spark":
-            return role_streams.of_spark(app.config)
+            return permissions.streams_of_spark(app.config)
         case _:
-            return role_streams.of_publisher(app.config)
+            return permissions.streams_of_publisher(app.config)
 
 
 async def make_streams(config: Path, own: Sequence[StreamSpec]) -> None:
