@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from itertools import takewhile
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -39,7 +39,7 @@ from aviso_workers.backends.in_memory.account import InMemoryAccount
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.in_memory.consumer import Dispatcher, InMemoryConsumer
 from aviso_workers.backends.in_memory.stream import InMemoryStream
-from aviso_workers.clocks import Clock, LoopClock
+from aviso_workers.clocks import EPOCH, Clock, LoopClock
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.jetstream.subjects import pattern
@@ -48,7 +48,6 @@ __all__ = ["InMemoryBackend"]
 
 
 NO_SERVER = "the in-memory backend has no server to administer; use `kind: jetstream`"
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class InMemoryBackend:

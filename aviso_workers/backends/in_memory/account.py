@@ -6,7 +6,7 @@ Pure but for the clock. What `NotFoundError` and `RefusedError` carry are JetStr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Outgoing, PubAck
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import InMemoryStream, complete, header_size, total_of, ttl_of
-from aviso_workers.clocks import Clock
+from aviso_workers.clocks import EPOCH, Clock
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, identities, specs, subjects
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
@@ -29,7 +29,6 @@ SCHEDULE = "Nats-Schedule"
 TARGET = "Nats-Schedule-Target"
 PRODUCED_BY = "Nats-Scheduler"
 AT = "@at "
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class InMemoryAccount:
