@@ -1,9 +1,13 @@
-"""Restoration of streams from backups: in place of the original, beside it under another name, and for a drill."""
+"""Restoration of streams from backups: in place of the original, beside it under another name, and for a drill;
+and the merging of a chain into one full backup.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -22,7 +26,7 @@ from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import archive, chains, completion
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
-from aviso_workers.ops.backups.storage import Backup, Progress, ignore
+from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of
 from aviso_workers.ops.backups.verification import Contents, read_contents, verify
 
 ENTRIES_SINCE = (2, 15)
@@ -34,6 +38,7 @@ CONSUMERS_SECONDS = 30.0
 POLL_SECONDS = 0.1
 STANDSTILL_SECONDS = 6.0
 """A server aborts a restore that received nothing for 5 s."""
+PIECE_BYTES = 512 * 1024
 
 
 class Restored(Struct, frozen=True, kw_only=True):
@@ -310,3 +315,35 @@ def consumers_in(backup: Backup, identities: Identities | None) -> Mapping[str, 
                 except UNREADABLE_JSON as error:
                     raise BackupError(f"{backup.archive} is damaged: consumer {name}: {error}") from error
     return found
+
+
+def merge(
+    backup: Backup,
+    to: Path,
+    *,
+    encrypt_to: Sequence[str] = (),
+    identities: Identities | None = None,
+    progress: Progress = ignore,
+) -> Backup:
+    """Write the merged chain of a backup as a full backup into `<to>/<stream>/<time>`, such as the nats CLI
+    restores, with other encryption or without.
+
+    Raises `BackupError` where it is damaged, where a key is missing, or where there is a backup at that place.
+    """
+    place = place_of(to, backup.stream, backup.made)
+    if place.exists():
+        raise BackupError(f"{place} exists: choose another directory")
+    chains.require_identities(backup, identities)
+    verify(backup, identities=identities)
+    with (
+        chains.opened_archive(backup, identities, progress=progress) as file,
+        Draft(place, encrypt_to=encrypt_to) as draft,
+    ):
+        draft.write_all(iter(partial(file.read, PIECE_BYTES), b""))
+        return draft.finish(
+            config=backup.config,
+            state=backup.state,
+            made=backup.made,
+            server_version=backup.record.server_version if backup.record else None,
+            cleansed=backup.record.cleansed if backup.record else None,
+        )
