@@ -16,9 +16,8 @@ from aviso_workers.app import App
 from aviso_workers.aviso.literals import printable, time_text
 from aviso_workers.cli import completion
 from aviso_workers.cli.options import argument, flag
-from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, terminal
+from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, table, terminal
 from aviso_workers.cli.report import Seconds, keep_shown, two_snapshots
-from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import (
     ConfigOption,
     OpenedServer,

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from aviso_workers.aviso.schema import topic_of
 from aviso_workers.config import display
-from aviso_workers.console import dead_letters, notification_search, notification_trail, spark_applications
+from aviso_workers.console import dead_letters, notification_trail, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
@@ -249,7 +249,7 @@ async def notification(question: Question) -> Page:
         if "@" in name.split()[0]:
             trail = await notification_trail.trail(admin, overview, name)
         else:
-            found = await notification_search.search(admin, overview.config, name)
+            found = await notification_trail.search(admin, overview.config, name)
     return Page("notification.html", name or "One notification", {"trail": trail, "found": found})
 
 

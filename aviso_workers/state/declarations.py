@@ -35,7 +35,6 @@ from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import code_versions, consumer_records
-from aviso_workers.state.kept import Kept
 from aviso_workers.version import __version__
 
 T = TypeVar("T")
@@ -49,14 +48,6 @@ MAX_VALUES, MAX_KEY, MAX_LEVELS = 10_000, 200, 8
 """Of a record's event types: the number of values in all entries, the characters of a key, and how deep they nest."""
 LOOK_SECONDS = 300.0
 """How often a worker looks whether what its app declares is still recorded."""
-KEPT = (
-    Kept(
-        bucket=consumer_records.BUCKET,
-        key=f"<app>/{END}, or <app>/{DEPLOYS}",
-        holds=f"what the code of the app declares (`AppDeclarations`), or its last {MAX_DEPLOYS} deploys (`Deploy`)",
-        until="until `agents rm` of the app",
-    ),
-)
 
 
 class AppDeclarations(Struct, frozen=True, kw_only=True):

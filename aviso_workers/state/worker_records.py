@@ -20,7 +20,6 @@ from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Number, Said, Seconds, Time
 from aviso_workers.state import bucket_names
-from aviso_workers.state.kept import Kept
 from aviso_workers.task_groups import asked_of_each
 
 WRITE_SECONDS = 30.0
@@ -28,14 +27,6 @@ LIVES_SECONDS = 3 * WRITE_SECONDS
 """A worker that has said nothing for so long does not live any more."""
 TTL_SECONDS = 86_400.0
 MOST_HINDRANCES = 1000
-KEPT = (
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "live"),
-        key="<host>.<process>.<number>",
-        holds="that a worker process lives, what it handles, and what hinders it (`WorkerRecord`)",
-        until=f"a day after it was renewed; the worker counts as killed after {LIVES_SECONDS:g} s, unless it has ended",
-    ),
-)
 
 
 class AtWork(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from _docs import built_site, command_line, configuration, llms_txt, pages, python_names, state
+from _docs import built_site, command_line, configuration, llms_txt, pages, python_names
 from aviso_workers import __version__
 
 HERE = Path(__file__).parent
@@ -20,7 +20,6 @@ GENERATED = {
     "reference/configuration.md": configuration.page,
     "reference/command-line.md": command_line.page,
     "reference/python.md": python_names.page,
-    "reference/state.md": state.page,
 }
 
 
