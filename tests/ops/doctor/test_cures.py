@@ -634,6 +634,7 @@ NOT_RUN = {
     "JS071": "as JS039",
     "JS072": "a store is to be emptied while its server is down: test_divergence",
     "JS073": "a clock is to be set",
+    "JS080": "a worker is to be started; its other command is of the nats CLI: tests/cli/test_workers.py",
     "JS075": "as JS043",
 }
 """Checks of which no case runs the cure, and why."""
