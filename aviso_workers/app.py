@@ -84,6 +84,7 @@ class App(Router[S]):
     a `Config`, or None for the file that the environment names (see `config.load`). A relative path is looked for in
     the current directory, then in that of the Python file that makes the app. With `event_type`, none is needed.
     `settings` is the msgspec Struct of the app's own settings, as of a router: `app.settings()` returns them.
+    `version` says which code it is, for operators; else it is the version of the installed package, or a digest.
     """
 
     _kind = "app"
@@ -94,6 +95,7 @@ class App(Router[S]):
         *,
         config: Config | str | Path | None = None,
         settings: type[S] | None = None,
+        version: str = "",
         **old: Never,
     ) -> None:
         if "unavailable" in old:
@@ -109,6 +111,8 @@ class App(Router[S]):
             raise DeclarationError(
                 f"app name {name!r}: names of our own streams and readers begin so, choose another one"
             )
+        self.version = version
+        """Which code it is, as its author says; empty where they do not."""
         self.events = Events()
         self._config = _checked(config)
         self._beside: Path | None = Path(sys._getframe(1).f_code.co_filename).absolute().parent

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/jetstream-coverage.md: what the documents on JetStream ask for, where it is here, and which tests run it.
+"""Print what the documents on JetStream ask for, where it is here, and which tests run it, as Markdown.
 
 The items are in tests/data/jetstream-coverage.yaml, the tests are found by their markers `@pytest.mark.covers(...)`
 without running them.
@@ -18,13 +18,11 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 ITEMS = ROOT / "tests" / "data" / "jetstream-coverage.yaml"
-PAGE = ROOT / "docs" / "jetstream-coverage.md"
 
 HEAD = (
     "# What is covered of JetStream\n\n"
     "Each line of the documents that this project follows, in short: what it asks for, where that is here, and the "
-    "tests that run it. `scripts/jetstream_coverage.py` makes this page of `tests/data/jetstream-coverage.yaml` and of "
-    'the markers on the tests, such as `@pytest.mark.covers("002-52")`; a test holds the page to them.\n'
+    "tests that run it.\n"
 )
 
 
@@ -62,7 +60,7 @@ def _covered(tree: ast.Module | ast.ClassDef, within: str = "") -> Iterator[tupl
 
 
 def page() -> str:
-    """Return the page as it should be."""
+    """Return what is printed."""
     documents: dict[str, Any] = yaml.safe_load(ITEMS.read_text())
     covered = tests()
     lines = [HEAD]
@@ -77,8 +75,8 @@ def page() -> str:
 
 def _linked(test: str) -> str:
     path, _, name = test.partition("::")
-    return f"[`{name}`](../{path})"
+    return f"[`{name}`]({path})"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    print(page())

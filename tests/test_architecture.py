@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import aviso_workers
-from _docs import modules
 from aviso_workers.backends import Backend
 
 PACKAGE = Path(aviso_workers.__file__).parent
@@ -47,11 +46,6 @@ def test_what_a_backend_must_have_is_what_the_engine_and_spark_ask_it_for() -> N
     members = {name for kind in Backend.__mro__ for name in vars(kind) if kind.__module__ == Backend.__module__}
     promised = {name for name in members if not name.startswith("_")}
     assert promised - asked == set()
-
-
-def test_the_list_of_modules_is_written_from_the_code() -> None:
-    """`PYTHONPATH=scripts .venv/bin/python -m _docs.modules` writes it."""
-    assert modules.PAGE.read_text() == modules.page()
 
 
 def test_one_module_of_the_engine_acks_naks_terminates_and_dead_letters() -> None:

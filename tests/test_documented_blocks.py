@@ -65,7 +65,6 @@ RUN_BY: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("docs/failover.md", "bash"): (6, (COMMANDS,)),
     ("docs/fleets.md", "bash"): (3, (COMMANDS,)),
     ("docs/fleets.md", "promql"): (1, ("tests/test_monitoring.py",)),
-    ("docs/index.md", "python"): (1, (EXAMPLES,)),
     ("docs/joins.md", "python"): (1, ("tests/stories/test_joins.py",)),
     ("docs/metrics.md", "bash"): (1, ("tests/test_monitoring.py",)),
     ("docs/operations/begin-anew.md", "bash"): (1, (COMMANDS,)),

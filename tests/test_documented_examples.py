@@ -125,18 +125,6 @@ async def test_the_example_of_what_runs_around_each_notification(
     assert re.fullmatch(r"step 6 took \d\.\d{3} s", done)
 
 
-async def test_the_example_of_the_start_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    async with harness(example("index.md")["app"]) as at_work:
-        for class_ in ("od", "rd"):
-            await at_work.notify("field", {"class": class_, "step": 12}, {"location": f"/data/{class_}"})
-        await at_work.settle()
-    assert capsys.readouterr().out == "12 /data/od\n"
-
-
 async def test_the_example_of_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

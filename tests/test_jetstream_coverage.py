@@ -1,13 +1,13 @@
-"""docs/jetstream-coverage.md says what the tests say, and leaves nothing out."""
+"""Each item of what the documents on JetStream ask for has a test, as `scripts/jetstream_coverage.py` prints."""
 
 from __future__ import annotations
 
 import jetstream_coverage
 
 
-def test_the_page_is_what_the_tests_say() -> None:
-    found = jetstream_coverage.PAGE.read_text()
-    assert found == jetstream_coverage.page(), "run scripts/jetstream_coverage.py"
+def test_every_item_is_printed_with_its_tests() -> None:
+    printed = jetstream_coverage.page()
+    assert [number for number in jetstream_coverage.items() if printed.count(f"| {number} |") != 1] == []
 
 
 def test_every_item_has_a_test() -> None:

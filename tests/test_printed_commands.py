@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import typer
 import yaml
 from msgspec import structs
 
 import aviso_workers
+from aviso_workers import cli
 from aviso_workers.ops.doctor.checks import CHECKS
 from aviso_workers.ops.doctor.judgements import Finding, judge
 
@@ -27,12 +30,14 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the f-strings of a module, each with its line; `{}` stands for a name without quotes, `NAME` for others."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
-            yield node.lineno, "".join(map(_text, node.values))
+            yield node.lineno, _text(node)
 
 
 def _text(part: ast.expr) -> str:
     if isinstance(part, ast.Constant):
         return str(part.value)
+    if isinstance(part, ast.JoinedStr):
+        return "".join(map(_text, part.values))
     assert isinstance(part, ast.FormattedValue)
     source = ast.unparse(part.value)
     return "NAME" if source.isupper() or "quoted" in source else "{}"
@@ -58,6 +63,41 @@ def test_cures_of_the_doctor_quote_names() -> None:
     named = [command for cure in cures for command in COMMAND.findall(cure) if HOSTILE in command]
     assert named
     assert [command for command in named if HOSTILE in re.sub("'[^']*'", "", command)] == []
+
+
+def cures() -> Iterator[tuple[str, str]]:
+    """Yield the commands in cures of the doctor, and of the judgement of agents, each with its module."""
+    for path in (*sorted((PACKAGE / "ops" / "doctor" / "checks").glob("*.py")), PACKAGE / "ops" / "health.py"):
+        tree = ast.parse(path.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            text = _text(node) if isinstance(node, ast.JoinedStr) else getattr(node, "value", None)
+            if isinstance(text, str) and id(node) not in prose:
+                yield from ((path.name, command) for command in re.findall("`aviso-workers ([^`]*)`", text))
+
+
+def test_each_command_of_a_cure_parses() -> None:
+    found = [*cures()]
+    assert len(found) > 40
+    assert [f"{name}: {command}: {why}" for name, command in found if (why := mistake(command))] == []
+
+
+def mistake(text: str) -> str:
+    """Why the command line does not take a command; empty where it does."""
+    command, words = typer.main.get_command(cli.command), shlex.split(re.sub(r"\{+\w*\}+", "NAME", text))
+    while commands := getattr(command, "commands", {}):
+        if not words or words[0] not in commands:
+            return "there is no such command"
+        command = commands[words.pop(0)]
+    try:
+        given, others, _ = command.make_parser(command.context_class(command)).parse_args(words)
+    except Exception as error:  # whatever the parser says
+        return str(error)
+    missing = [
+        parameter.name for parameter in command.params if parameter.required and not given.get(parameter.name or "")
+    ]
+    needs_app = given.get("role") == "worker" and not given.get("app")
+    return f"it lacks {missing}" if missing else f"it has {others}" if others else "it lacks --app" * needs_app
 
 
 def test_commands_of_alerts_have_no_labels() -> None:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 import yaml
 
-from _demo.children import wait_until
+from _demo.children import is_ready, wait_until
 from aviso_workers import config, projects
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.config.settings import Workers
@@ -75,14 +74,6 @@ def running(project: Path, log_file: Path, *command: str, **variables: str) -> I
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(PATIENCE_SECONDS)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urlopen(url, timeout=PATIENCE_SECONDS) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 # --- It is written ---
@@ -179,7 +170,7 @@ def test_its_procfile_runs_a_worker_that_handles_what_notify_publishes(project: 
         def until(condition: Callable[[], bool]) -> None:
             wait_until(condition, log, within_seconds=PATIENCE_SECONDS)
 
-        until(lambda: answers(f"http://127.0.0.1:{status}/readyz"))
+        until(lambda: is_ready(f"http://127.0.0.1:{status}/readyz"))
         (published,) = re.findall("^aviso-workers notify .*", (project / "README.md").read_text(), re.MULTILINE)
         run(project, "sh", "-c", published, **variables)
         until(lambda: "field.indexed" in log())
@@ -195,7 +186,7 @@ def test_the_nats_server_of_its_compose_file_starts_with_what_it_is_given(projec
     ours = ("--addr", "127.0.0.1", "--port", str(client))
     with running(project, tmp_path / "log", find_binary(), *command, *ours) as log:
         healthy = f"http://127.0.0.1:{monitoring}/healthz?js-enabled-only=true"
-        wait_until(lambda: answers(healthy), log, within_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: is_ready(healthy), log, within_seconds=PATIENCE_SECONDS)
 
 
 # --- Its files agree with each other and with us ---

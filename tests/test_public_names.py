@@ -16,9 +16,9 @@ PAGE = (Path(__file__).parents[1] / "docs" / "public-names.md").read_text()
 
 
 def named(title: str) -> list[str]:
-    """The names in the table of one section."""
+    """The names in the first paragraph of one section."""
     (section,) = (part for part in PAGE.split("\n## ") if part.startswith(title))
-    return re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
+    return re.findall(r"`(\w+)`", section.split("\n\n")[1])
 
 
 @pytest.mark.parametrize(

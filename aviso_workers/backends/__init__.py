@@ -671,7 +671,7 @@ def open_backend(
     """Return the backend that the configuration names, connected while the `async with` block runs. The engine
     takes it for a `Backend`.
 
-    The `owner` is the app by whose names streams of several apps are read (`jetstream.reader_names`); empty for an
+    The `owner` is the app by whose names streams of several apps are read (`jetstream.identities`); empty for an
     operator, who may use any.
 
     Raises `UnavailableError` where no server is reached, `RefusedError` where one turns us away.

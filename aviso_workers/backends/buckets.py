@@ -22,6 +22,7 @@ from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Backend, BulkKeyValue, ForeignListener, Outgoing, PubAck
 from aviso_workers.errors import BackendError, ConflictError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, error_codes, metadata
+from aviso_workers.jetstream.answers import EXPECTED_LAST
 from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.key_value import TTL, Entry, ttl_text
@@ -35,7 +36,6 @@ MARKER_SECONDS = 60
 TIMEOUT_SECONDS = 5.0
 MAX_PASSES = 10
 """How often at most a bucket is read on that is changed meanwhile."""
-EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 DELETED = {"KV-Operation": "DEL"}
 SHORTEST_TTL_SECONDS = 1.0
 
@@ -228,7 +228,7 @@ class Bucket:
         self, key: str, value: bytes, headers: dict[str, str], revision: int | None, message_id: str | None
     ) -> int:
         if revision is not None:
-            headers = {**headers, EXPECTED: str(revision)}
+            headers = {**headers, EXPECTED_LAST: str(revision)}
         try:
             ack = await self._backend.publish(
                 Message(subject=self._subject(key), data=value, headers=headers),

@@ -16,9 +16,8 @@ from aviso_workers.app import App
 from aviso_workers.aviso.literals import printable, time_text
 from aviso_workers.cli import completion
 from aviso_workers.cli.options import argument, flag
-from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, terminal
+from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, table, terminal
 from aviso_workers.cli.report import Seconds, keep_shown, two_snapshots
-from aviso_workers.cli.tables import table
 from aviso_workers.cli.targets import (
     ConfigOption,
     OpenedServer,
@@ -30,7 +29,6 @@ from aviso_workers.cli.targets import (
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_control, agent_report, aviso_admin, snapshots
-from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.agent_report import AgentHealth, AgentRow
 from aviso_workers.ops.health import AgentFacts, failing_text, text_of
 from aviso_workers.ops.snapshots import ServerSnapshot
@@ -68,7 +66,8 @@ def list_agents(
     """List the agents of one app or of all, with their lag and how they are. Exit with 1 if one needs somebody.
 
     The lag of an agent is pending plus ack pending, and its change per second is negative while it shrinks. Redelivered
-    counts the notifications that are being tried again. Timers and tasks are listed while they fail.
+    counts the notifications that are being tried again. Timers and tasks are listed while they fail, and workers that
+    were killed, or that run several versions.
 
     Example: aviso-workers agents ls mine.agents:app --watch
     """
@@ -82,7 +81,7 @@ def list_agents(
         connected(source, lambda server: _watch(server, asked, seconds), declared=True)
         return
     agents, snapshot = connected(source, lambda server: _compared(server, asked, seconds), declared=True)
-    rows, denied = asked.rows(agents, snapshot.recorded), snapshot.denied.text()
+    rows, denied = asked.rows(agents, snapshot), snapshot.denied.text()
     print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json, partly=bool(denied))
     if denied:
         echo(denied, err=True)
@@ -118,10 +117,12 @@ class _Asked(Struct, frozen=True):
             raise NotFoundError(f"no agent {self.agent} of app {self.name} is known")
         return named
 
-    def rows(self, found: list[AgentHealth], recorded: Recorded) -> list[AgentRow]:
-        """Return the rows of agents, and those of timers and tasks that fail."""
-        failing = [] if self.agent else agent_report.failing(recorded, self.name)
-        return [each.row for each in found] + failing
+    def rows(self, found: list[AgentHealth], now: ServerSnapshot) -> list[AgentRow]:
+        """Return the rows of agents, and those of timers and tasks that fail and of workers in trouble."""
+        rows = [each.row for each in found]
+        if not self.agent:
+            rows += agent_report.failing(now.recorded, self.name) + agent_report.workers_in_trouble(now, self.name)
+        return rows
 
 
 async def _compared(server: OpenedServer, asked: _Asked, seconds: float) -> tuple[list[AgentHealth], ServerSnapshot]:
@@ -292,7 +293,7 @@ async def _watch(server: OpenedServer, asked: _Asked, seconds: float) -> None:
     async def shown() -> RenderableType:
         nonlocal before
         now = await snapshots.take(server.admin)
-        rows = asked.rows(await asked.report(server, now, before), now.recorded)
+        rows = asked.rows(await asked.report(server, now, before), now)
         before = now
         listed = table(AGENTS, [_row(row) for row in rows], width=terminal().width) if rows else Text("no agents")
         return Group(listed, Text(printable(text))) if (text := now.denied.text()) else listed

@@ -10,8 +10,7 @@ import typer
 from aviso_workers.aviso.positions import parse_position
 from aviso_workers.cli.agents import AgentArgument, AppOrAgent, agents, parts_of
 from aviso_workers.cli.arguments import parse_pause
-from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.options import For, argument, flag, option
+from aviso_workers.cli.options import For, Yes, argument, confirm, flag, option
 from aviso_workers.cli.output import echo, print_record, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError

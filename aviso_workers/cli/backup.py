@@ -15,10 +15,9 @@ from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import open_backend
 from aviso_workers.cli import backup_sets, completion
 from aviso_workers.cli.backup_cleanse import cleanse
-from aviso_workers.cli.details import time_text
 from aviso_workers.cli.identity import IdentityOption, identities_of
 from aviso_workers.cli.options import argument, flag, option
-from aviso_workers.cli.output import AsJson, print_rows
+from aviso_workers.cli.output import AsJson, print_rows, time_text
 from aviso_workers.cli.progress import bar
 from aviso_workers.cli.signals import until_signal
 from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected, load

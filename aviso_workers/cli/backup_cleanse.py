@@ -10,9 +10,8 @@ import typer
 
 from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_where
-from aviso_workers.cli.confirmation import Yes, confirm
 from aviso_workers.cli.identity import IdentityOption, identities_of
-from aviso_workers.cli.options import argument, filter_argument, option
+from aviso_workers.cli.options import Yes, argument, confirm, filter_argument, option
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.progress import bar
 from aviso_workers.cli.targets import ConfigOption, connected_app

@@ -11,10 +11,16 @@ import typer
 
 from aviso_workers.cli import completion
 from aviso_workers.cli.completion import Stream
-from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
-from aviso_workers.cli.options import argument
-from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows
+from aviso_workers.cli.options import Yes, argument, confirm
+from aviso_workers.cli.output import (
+    AsAnswered,
+    AsJson,
+    end_where_unavailable,
+    print_details,
+    print_rows,
+    replicas,
+    time_text,
+)
 from aviso_workers.cli.report import Seconds, consumer_state, duration, two_snapshots
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.jetstream.info import ConsumerInfo

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.options import argument
+from aviso_workers.cli.options import Yes, argument, confirm
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import aviso_admin

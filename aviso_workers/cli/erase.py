@@ -11,8 +11,7 @@ import typer
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli.arguments import parse_where
 from aviso_workers.cli.completion import Event
-from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.options import filter_argument, flag, option
+from aviso_workers.cli.options import Yes, confirm, filter_argument, flag, option
 from aviso_workers.cli.output import echo, print_table
 from aviso_workers.cli.progress import ProgressLines
 from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected

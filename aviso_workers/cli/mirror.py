@@ -11,8 +11,7 @@ from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.completion import Stream
-from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.options import finite, flag, option
+from aviso_workers.cli.options import Yes, confirm, finite, flag, option
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, load, on_server
 from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
 from aviso_workers.ops.consumer_positions import Carried

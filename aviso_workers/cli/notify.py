@@ -20,9 +20,8 @@ from aviso_workers.aviso.notifications import Notify, parse_pairs
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import FileLine, LinesFile, lines_file, parse_duration, parse_payload
-from aviso_workers.cli.details import time_text
 from aviso_workers.cli.options import argument, option
-from aviso_workers.cli.output import echo
+from aviso_workers.cli.output import echo, time_text
 from aviso_workers.cli.signals import until_signal
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
 from aviso_workers.config import Config

@@ -34,6 +34,10 @@ def flag(name: str, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(name, *names, help=help, **settings)
 
 
+Yes = Annotated[bool, flag("--yes", "Carry it out. Without --yes, the command only says what it would do.")]
+"""`--yes`: operations that cannot be taken back are shown first, and done with this option only."""
+
+
 def filter_argument(what: str, *, more: str = "") -> Any:
     """Return the argument of a filter; `what` says to which notifications it is applied, and `more` what follows."""
     example = 'e.g. class=od, or a constraint in JSON, e.g. step={"gte":24}.'
@@ -50,3 +54,10 @@ def finite(number: Number) -> Number:
     if number is not None and not math.isfinite(number):
         raise typer.BadParameter(f"{number} is not a finite number")
     return number
+
+
+def confirm(yes: bool, *, to: str) -> None:
+    """End with exit code 2 unless `--yes` was given; `to` is what it would do."""
+    if not yes:
+        typer.echo(f"nothing was done; say --yes to {to}", err=True)
+        raise typer.Exit(2)

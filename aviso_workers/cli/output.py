@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from datetime import datetime
+from itertools import zip_longest
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from aviso_workers.aviso.literals import printable, printable_lines
+from aviso_workers.aviso import literals
+from aviso_workers.aviso.literals import SECOND, printable, printable_lines
 from aviso_workers.cli.options import flag
-from aviso_workers.cli.tables import table
 from aviso_workers.events import Events, Skipped
+from aviso_workers.jetstream import fields
+from aviso_workers.jetstream.info import SILENT_NANOSECONDS, Cluster, ConsumerInfo, StreamInfo
 
 AsJson = Annotated[bool, flag("--json", "Print one JSON document a row instead of a table.")]
 
 WIDE = 10_000
 MAX_SKIPPED = 10
 """Skipped messages that have a line each; more are only counted."""
+AsAnswered = Annotated[bool, flag("--json", "Print the server's whole answer as one JSON document.")]
+T = TypeVar("T", StreamInfo, ConsumerInfo)
+GAP = "  "
+"""Between two columns, and before a last column that is written below its row."""
+NARROWEST = 24
+"""Characters that a wrapped column has at least, unless all of its cells are shorter."""
 
 
 def print_rows(
@@ -149,3 +161,120 @@ def end_where_unavailable(names: Sequence[str], denied: str = "") -> None:
         echo(line, err=True)
     if any(said):
         raise typer.Exit(1)
+
+
+def print_details(found: T, state: Callable[[T], Iterable[tuple[str, str]]], *, as_json: bool) -> None:
+    """Print what `state` says of a stream or consumer, and below it the configuration without its zero values; or the
+    server's answer as JSON.
+    """
+    if as_json:
+        print_json(found.answer)
+        return
+    print_record(state(found))
+    typer.echo()
+    print_record(fields.configured(found.config))
+
+
+def replicas(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Yield the leader and the followers of a stream or consumer; of a server without a cluster, nothing."""
+    if not cluster.name:
+        return
+    yield "cluster", cluster.name
+    yield "leader", cluster.leader or "none"
+    for follower in cluster.followers:
+        heard = follower.active / SECOND
+        if follower.offline or follower.active > SILENT_NANOSECONDS:
+            state = f"not heard of for {heard:.0f} s; then it lagged by {follower.lag}"
+        else:
+            state = (
+                f"{'current' if follower.current else 'not current'}, lag {follower.lag}, heard of {heard:.1f} s ago"
+            )
+        yield "follower", f"{follower.name}: {state}"
+
+
+def time_text(time: datetime | None) -> str:
+    """Return a time to the second, with its zone; None is `unknown`."""
+    return literals.time_text(time) if time else "unknown"
+
+
+def table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, width: int) -> Text:
+    """Return the table as text, no wider than `width` characters.
+
+    Where they are wider, the names of the columns are wrapped, and the last column too. Where that is too wide as well,
+    the last column, which says the most, is written below its row, with its name; and where it still is, each row is
+    written as names and values, as many on a line as fit.
+    """
+    names = [name.upper() for name in columns]
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = _widths([names, *cells])
+    if _together(widths) <= width:
+        return _in_columns(names, cells, widths)
+    *others, last = _widths([[_longest_word(name) for name in names], *cells])
+    left = width - _together([*others, 0])
+    words = max(cell_len(_longest_word(row[-1])) for row in [names, *cells])
+    if left >= max(words, min(last, NARROWEST)):
+        return _in_columns(names, cells, [*others, left])
+    if _together(others) <= width:
+        named = [[*row, f"{columns[-1]}: {value}" if value else ""] for *row, value in cells]
+        return _in_columns(names[:-1], named, others, below=width)
+    return Text("\n\n").join(_record(columns, row, width) for row in cells).append("\n")
+
+
+def _in_columns(names: Sequence[str], cells: Iterable[Sequence[str]], widths: Sequence[int], *, below: int = 0) -> Text:
+    """Return rows in columns, with the names on top; with `below`, each row's last cell is beneath it, in lines of that
+    width.
+    """
+    wrapped = [textwrap.wrap(name, width) for name, width in zip(names, widths, strict=True)]
+    height = max(map(len, wrapped))
+    text = Text()
+    for line in _lines([[""] * (height - len(each)) + each for each in wrapped], widths):
+        text.append(f"{line}\n", style="bold")
+    for row in cells:
+        beside = zip(row, widths, strict=not below)
+        for line in _lines([_wrap(cell, width) for cell, width in beside], widths):
+            text.append(f"{line}\n")
+        for line in _wrap(row[-1], below - len(GAP)) if below else ():
+            text.append(f"{GAP}{line}\n" if line else "")
+    text.right_crop(1)
+    return text
+
+
+def _lines(cells: Iterable[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
+    """Yield the lines of one row whose cells have several lines each."""
+    for line in zip_longest(*cells, fillvalue=""):
+        padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True))
+        yield GAP.join(padded).rstrip()
+
+
+def _record(columns: Sequence[str], row: Sequence[str], width: int) -> Text:
+    """Return a row as names and values, without empty ones."""
+    text = Text(overflow="fold")
+    used = 0
+    for name, cell in zip(columns, row, strict=True):
+        if not cell:
+            continue
+        needed = cell_len(name) + len(": ") + cell_len(cell)
+        if used and used + len(GAP) + needed > width:
+            text.append("\n")
+            used = 0
+        text.append(GAP if used else "")
+        text.append(f"{name}:", style="bold")
+        text.append(f" {cell}")
+        used += len(GAP) + needed if used else needed
+    return text
+
+
+def _wrap(cell: str, width: int) -> list[str]:
+    return textwrap.wrap(cell, width, break_on_hyphens=False) if cell_len(cell) > width else [cell]
+
+
+def _longest_word(text: str) -> str:
+    return max(text.split(), key=cell_len, default="")
+
+
+def _widths(rows: Iterable[Sequence[str]]) -> list[int]:
+    return [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+
+
+def _together(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * (len(widths) - 1)

@@ -18,8 +18,7 @@ from rich.text import Text
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Admin
 from aviso_workers.cli.options import option, seconds_between
-from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, terminal
-from aviso_workers.cli.tables import table
+from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, table, terminal
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.errors import BackendError
 from aviso_workers.ops import inventory, reports, snapshots, stream_policy

@@ -1,20 +1,32 @@
-"""`spark ...`: the reconciliation of Spark's jobs, and pipelines on Spark."""
+"""`spark ...`: the reconciliation of Spark's jobs, and pipelines on Spark, run here or by spark-submit.
+
+PySpark is loaded when a pipeline runs: it is an extra.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, date, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from aviso_workers.app import App
 from aviso_workers.aviso.literals import printable
+from aviso_workers.aviso.notifications import parse_pairs
 from aviso_workers.aviso.positions import parse_date
-from aviso_workers.cli import NOT_PROVEN
-from aviso_workers.cli.options import argument, flag, option
+from aviso_workers.cli import NOT_PROVEN, completion
+from aviso_workers.cli.arguments import parse_duration, parse_where
+from aviso_workers.cli.completion import Event
+from aviso_workers.cli.options import argument, filter_argument, flag, option
 from aviso_workers.cli.output import print_json, print_table
-from aviso_workers.cli.targets import ConfigOption, connected_app, run_connected
+from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app, load, run_connected
+from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import spark_reconciliation
 from aviso_workers.ops.spark_reconciliation import NOT_PUBLISHED, Comparison, Incomparable
+from aviso_workers.spark import installed
 from aviso_workers.spark.rest import SparkRest
 
 spark = typer.Typer(
@@ -95,3 +107,192 @@ def _lines(comparison: Comparison) -> list[str]:
         for each in comparison.differences
     ]
     return [*differences, *(f"stored more than once: {message_id}" for message_id in comparison.twice)]
+
+
+if TYPE_CHECKING:
+    from aviso_workers.telemetry.lineage import PipelineRun
+
+Filter = Annotated[list[str] | None, filter_argument("Only notifications")]
+
+MAX_PER_BATCH = 1_000_000
+"""Messages of a long backlog that are handled at a time, and not again after a failure."""
+
+
+@spark.command()
+def archive(
+    event: Event,
+    where: Filter = None,
+    *,
+    to: Annotated[str, option("PATH", "Directory of the archive, which Spark must be able to reach.")],
+    every: Annotated[
+        str | None,
+        option("DURATION", "Keep running until Ctrl-C, and archive at this interval, e.g. 5m. Default: archive once."),
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Archive notifications as Parquet by day, each once. A run adds what was stored since the last one.
+
+    Example: aviso-workers spark archive mars --to /data/archive/mars --every 5m
+    """
+    installed.require()
+    from aviso_workers.spark import archive_filters, archives, sessions
+
+    options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MAX_PER_BATCH}
+    selection = archive_filters.selection(options)
+    seconds = float(parse_duration(every, name="--every")) if every is not None else None
+    with (
+        _telling(config, f"archive.{event}", reads=event, to_path=to),
+        sessions.session(f"aviso-workers: archive {event}") as spark,
+    ):
+        notifications = spark.readStream.format("aviso").options(**options).load()
+        archives.archive(notifications, to, selection=selection, every_seconds=seconds).awaitTermination()
+
+
+@spark.command()
+def backfill(
+    event: Event,
+    where: Filter = None,
+    *,
+    start: Annotated[
+        str,
+        option(
+            "PATH|ID|DATE",
+            "Path of an archive, or the sequence or time at which to begin in the stream of EVENT.",
+            "--from",
+        ),
+    ],
+    to: Annotated[
+        str, option("EVENT", "Event type of the published notifications.", autocompletion=completion.event_types)
+    ],
+    dead_letters: Annotated[
+        str | None,
+        option(
+            "PATH",
+            "Directory for Parquet of what cannot be published, and why. Default: if there is any, nothing is "
+            "published.",
+        ),
+    ] = None,
+    fill: Annotated[
+        list[str] | None,
+        option(
+            "FIELD=VALUE", "Value of an identifier field that older notifications lack, e.g. level=0; may be repeated."
+        ),
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Publish archived or stored notifications again, each once. A repeated run adds nothing.
+
+    Example: aviso-workers spark backfill mars --from /data/archive/mars --to mars
+    """
+    installed.require()
+    from aviso_workers.spark import archives, backfill, sessions
+
+    path = str(config.path) if config else None
+    options = _source(event, where, config)
+    position, wanted, filled = _position(start), parse_where(where or []), parse_pairs(fill or [])
+    told = _telling(
+        config, f"backfill.{event}.{to}", reads=event, from_path=start if position is None else "", writes=to
+    )
+    with told as run, sessions.session(f"aviso-workers: backfill {event} to {to}") as spark:
+        if position is None:
+            rows = backfill.matching(archives.read(spark, start), event, wanted, config=path)
+        else:
+            rows = spark.read.format("aviso").options(**options, **position).load()
+        done = backfill.backfill(rows, to, dead_letters=dead_letters, fill=filled, config=path)
+        if run is not None:
+            run.written = done.published
+    typer.echo(f"{done.published} published, {done.present} there before, {done.refused} refused")
+
+
+@spark.command()
+def report(
+    event: Event,
+    where: Filter = None,
+    *,
+    schedule: Annotated[str, option("FILE", "Schedule of what is expected: YAML, or a table in CSV or Parquet.")],
+    to: Annotated[str, option("PATH", "Directory for the tables and report.html.")],
+    start: Annotated[
+        str | None,
+        option(
+            "PATH|ID|DATE",
+            "Path of an archive, or the sequence or time at which to begin in the stream of EVENT. Default: "
+            "the first day.",
+            "--from",
+        ),
+    ] = None,
+    first: Annotated[
+        str | None, option("DATE", "First day of a schedule in YAML, e.g. 2026-11-20. Default: yesterday, UTC.")
+    ] = None,
+    last: Annotated[str | None, option("DATE", "Last day of a schedule in YAML. Default: today, UTC.")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Compare notifications with a schedule, and announce each cycle that is complete or late.
+
+    Example: aviso-workers spark report mars --schedule schedule.yaml --to /data/report
+    """
+    installed.require()
+    from aviso_workers.spark import archives, backfill, completeness, sessions
+
+    path = str(config.path) if config else None
+    days = {"first": _day(first, "--first", days_ago=1), "last": _day(last, "--last", days_ago=0)}
+    if days["first"] > days["last"]:
+        raise DeclarationError(f"--first {days['first']} is after --last {days['last']}")
+    options = _source(event, where, config)
+    position, wanted = _position(start or days["first"].isoformat()), parse_where(where or [])
+    known = completeness.read_schedule(schedule, event, config=path, **days)
+    with sessions.session(f"aviso-workers: report {event}") as spark:
+        expected = completeness.table(spark, known) if known else completeness.expected_table(spark, schedule)
+        if position is None:
+            assert start is not None
+            rows = backfill.matching(archives.read(spark, start), event, wanted, config=path)
+        else:
+            rows = spark.read.format("aviso").options(**options, **position).load()
+        done = completeness.report(rows, expected, event, to=to, config=path)
+    typer.echo(f"{done.cycles} cycles: {done.complete} complete, {done.late} late; see {to}/report.html")
+    for kind, count in done.published.items():
+        typer.echo(f"{count} published as {kind}")
+
+
+def _telling(
+    config: ConfigSource | None, name: str, *, reads: str, from_path: str = "", writes: str = "", to_path: str = ""
+) -> AbstractContextManager[PipelineRun | None]:
+    """Tell the run of a command, where `workers.lineage` is configured: from an event type or the path of an archive,
+    to one of both.
+    """
+    loaded = load(config)
+    settings = loaded.workers.lineage
+    if settings is None:
+        return nullcontext()
+    from aviso_workers.telemetry import lineage
+
+    source = lineage.place(from_path) if from_path else lineage.dataset(loaded, reads)
+    target = lineage.place(to_path) if to_path else lineage.dataset(loaded, writes)
+    return lineage.pipeline(loaded, settings, name, reads=source, writes=target)
+
+
+def _position(text: str) -> dict[str, str] | None:
+    """Return the position where reading a stream begins, as options; None where the text is a path."""
+    if text.isdecimal():
+        return {"startingOffsets": text}
+    if not re.match(r"\d{4}-\d{2}-\d{2}", text):
+        return None
+    moment = f"{text}T00:00:00Z" if len(text) == len("2026-11-20") else text
+    begin = parse_date(moment, name="--from")
+    if begin > datetime.now(UTC):
+        raise DeclarationError(f"--from {text} is in the future")
+    return {"startingTimestamp": begin.isoformat()}
+
+
+def _source(event: str, where: Sequence[str] | None, config: ConfigSource | None) -> dict[str, str | int]:
+    """Return the options of the data source for an event type and a filter."""
+    options: dict[str, str | int] = {f"where.{field}": value for field, value in parse_pairs(where or []).items()}
+    return options | {"event": event} | ({"config": str(config.path)} if config else {})
+
+
+def _day(text: str | None, name: str, *, days_ago: int) -> date:
+    if text is None:
+        return datetime.now(UTC).date() - timedelta(days_ago)
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise DeclarationError(f"{name} must be a day such as 2026-11-20, not {text!r}") from error

@@ -11,9 +11,17 @@ import typer
 from rich.filesize import decimal
 
 from aviso_workers.cli.completion import Stream
-from aviso_workers.cli.details import AsAnswered, print_details, replicas, time_text
 from aviso_workers.cli.options import argument, flag, option
-from aviso_workers.cli.output import AsJson, end_where_unavailable, print_json, print_rows
+from aviso_workers.cli.output import (
+    AsAnswered,
+    AsJson,
+    end_where_unavailable,
+    print_details,
+    print_json,
+    print_rows,
+    replicas,
+    time_text,
+)
 from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected, on_server
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.info import StreamInfo

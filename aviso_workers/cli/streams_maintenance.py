@@ -11,8 +11,7 @@ import typer
 
 from aviso_workers.cli import completion
 from aviso_workers.cli.completion import Stream
-from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.options import argument, option
+from aviso_workers.cli.options import Yes, argument, confirm, option
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.streams import streams
 from aviso_workers.cli.targets import OpenedServer, on_server

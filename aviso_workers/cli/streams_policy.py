@@ -9,8 +9,7 @@ import typer
 
 from aviso_workers.cli import NOT_PROVEN, completion
 from aviso_workers.cli.completion import Event
-from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.options import argument, flag
+from aviso_workers.cli.options import Yes, argument, confirm, flag
 from aviso_workers.cli.output import AsJson, print_rows, print_table
 from aviso_workers.cli.streams import name_missing, streams
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, on_server
@@ -20,7 +19,7 @@ from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.fields import readable
 from aviso_workers.jetstream.plans import ConsumerPlan, Plan
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import aviso_admin, permissions, role_streams, stream_policy
+from aviso_workers.ops import aviso_admin, permissions, stream_policy
 
 PLAN = ("stream", "consumer", "step", "difference")
 POLICY = ("field", "configured", "effective", "as configured", "configured by")
@@ -84,7 +83,8 @@ def apply(
         if any(found.needed and found.removing for found in plans):
             confirm(yes, to="do all of it, and remove the stored messages that are counted above")
         differs = False
-        for needed in (found for found in plans if found.needed):
+        # Those that exist come first: one may give up subjects that a new one takes.
+        for needed in sorted((found for found in plans if found.needed), key=lambda found: not found.exists):
             left = await stream_policy.carry_out(server.admin, server.config, needed, removals=yes)
             said = f"not as configured: {'; '.join(map(str, left))}" if left else "done"
             typer.echo(f"{' '.join(_names(needed)).strip()}: {said}")
@@ -142,14 +142,14 @@ def _own(config: Config, role: permissions.Role | None, source: ConfigSource | N
         case "worker":
             if source is None or source.app is None:
                 raise DeclarationError("--role worker: say whose streams and buckets, by --app MODULE:APP")
-            return role_streams.of_worker(find_app(source.app, agent=None, config=source), config)
+            return permissions.streams_of_worker(find_app(source.app, agent=None, config=source), config)
         case "bridge":
             bridge = find_app(None, agent=permissions.BRIDGE, config=source)
-            return role_streams.of_worker(bridge, config, opened=[permissions.BRIDGE])
+            return permissions.streams_of_worker(bridge, config, opened=[permissions.BRIDGE])
         case "publisher":
-            return role_streams.of_publisher(config)
+            return permissions.streams_of_publisher(config)
         case "spark":
-            return role_streams.of_spark(config)
+            return permissions.streams_of_spark(config)
     return []
 
 

@@ -13,8 +13,7 @@ from aviso_workers.app import App
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.cli.arguments import parse_duration, parse_pause
-from aviso_workers.cli.confirmation import Yes, confirm
-from aviso_workers.cli.options import For, argument, flag, option
+from aviso_workers.cli.options import For, Yes, argument, confirm, flag, option
 from aviso_workers.cli.output import AsJson, echo, print_rows, print_table
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, run_connected
 from aviso_workers.errors import DeclarationError, UnavailableError, describe

@@ -19,9 +19,8 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.positions import Position
 from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_where
-from aviso_workers.cli.details import time_text
 from aviso_workers.cli.options import argument, filter_argument, flag, option
-from aviso_workers.cli.output import Columns, echo, print_json, skipped_reported
+from aviso_workers.cli.output import Columns, echo, print_json, skipped_reported, time_text
 from aviso_workers.cli.targets import ConfigOption, connected_app
 from aviso_workers.config import Config, streams
 from aviso_workers.errors import InvalidNotificationError, InvalidPositionError, NotFoundError

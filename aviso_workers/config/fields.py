@@ -9,10 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-Text = Annotated[str, Meta(min_length=1)]
-Positive = Annotated[int, Meta(gt=0)]
 Seconds = Annotated[float, Meta(gt=0)]
-Count = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 """A port; 0 is any free port."""
 

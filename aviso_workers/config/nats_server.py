@@ -16,8 +16,9 @@ from typing import Annotated, Literal
 from msgspec import Struct
 
 from aviso_workers.aviso.literals import Duration, Size
-from aviso_workers.config.fields import Port, Positive, Text, about
+from aviso_workers.config.fields import Port, about
 from aviso_workers.config.secrets import Secret
+from aviso_workers.jetstream.fields import Positive, Text
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = ("localhost", LOOPBACK)

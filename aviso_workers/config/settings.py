@@ -19,11 +19,11 @@ from msgspec import Meta, Struct, field, structs
 
 from aviso_workers.aviso.literals import Duration, Size
 from aviso_workers.aviso.schema import EventType
-from aviso_workers.config.fields import Count, Port, Positive, Seconds, Text, about
+from aviso_workers.config.fields import Port, Seconds, about
 from aviso_workers.config.nats_server import Server
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.errors import UnknownEventTypeError
-from aviso_workers.jetstream.fields import DeclaredStream
+from aviso_workers.jetstream.fields import Count, DeclaredStream, Positive, Text
 
 DEFAULT_URL = "nats://localhost:4222"
 
@@ -222,7 +222,8 @@ DOCUMENTED_TOKEN = "set-it-in-the-environment"
 
 def weakness(tokens: Mapping[str, Secret], host: str) -> list[str]:
     """Return which of the tokens, named by their keys, can be guessed where others than this machine reach the host."""
-    weak = [key for key, token in tokens.items() if _is_weak(token.reveal())]
+    texts = {key: token.reveal() for key, token in tokens.items()}
+    weak = [key for key, text in texts.items() if text == DOCUMENTED_TOKEN or len(text) < SHORTEST_TOKEN]
     if not weak or is_loopback(host):
         return []
     return [
@@ -230,10 +231,6 @@ def weakness(tokens: Mapping[str, Secret], host: str) -> list[str]:
         f"{SHORTEST_TOKEN} characters; set a long random one in the environment, such as the output of "
         "`openssl rand -hex 32`"
     ]
-
-
-def _is_weak(token: str) -> bool:
-    return token == DOCUMENTED_TOKEN or len(token) < SHORTEST_TOKEN
 
 
 class Status(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ what workers have recorded is held against it: dead letters, what is retried.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from datetime import datetime, timedelta
@@ -14,12 +15,15 @@ import anyio
 from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, topics
-from aviso_workers.aviso.codec import Message, NotificationReader
+from aviso_workers.aviso.codec import Message, NotificationReader, store_time
+from aviso_workers.aviso.notifications import parse_pairs
+from aviso_workers.aviso.schema import parse_where
 from aviso_workers.backends import Admin
+from aviso_workers.config import Config
 from aviso_workers.config.streams import event_streams
 from aviso_workers.console import dead_letters
 from aviso_workers.console.overview import AgentView, Overview
-from aviso_workers.errors import AvisoWorkersError
+from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError
 from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import aviso_admin, inventory
 from aviso_workers.ops.denials import Denials, asked, noted
@@ -31,6 +35,9 @@ MAX_SCANNED = 3000
 SCAN_SECONDS = 1.0
 SKEW = timedelta(seconds=1)
 """The servers that store a notification and its outputs may have different clocks."""
+SHOWN = 20
+SPAN = 1000
+"""Messages that are read to find the newest ones; the server counts where these begin."""
 
 
 class Fate(Struct, frozen=True, kw_only=True):
@@ -212,3 +219,51 @@ def _by_position(view: AgentView, sequence: int) -> Fate:
             f"{events.num_ack_pending} are not"
         ),
     )
+
+
+class FoundNotification(Struct, frozen=True, kw_only=True):
+    name: str
+    """Such as `MARS@4711`."""
+    time: datetime
+    """When it was stored."""
+    subject: str
+
+
+class Search(Struct, frozen=True, kw_only=True):
+    """What has the values."""
+
+    count: int
+    """How many are stored."""
+    newest: list[FoundNotification]
+    """Some of them, the newest first."""
+
+
+async def search(admin: Admin, config: Config, asked: str) -> Search:
+    """Return the notifications of an event type and values of its identifier, such as `mars class=od step=12`.
+
+    Raises `UnknownEventTypeError`, `InvalidNotificationError` where the values are none of it, and `BackendError`.
+    """
+    event_type, *pairs = asked.split()
+    event_type = aviso_admin.event_type_of(config, event_type)
+    where = parse_where(event_type, config.notification_schema[event_type], parse_pairs(pairs))
+    if where.place is not None:
+        raise InvalidNotificationError("the console looks for the keys of a topic: `aviso-workers replay` finds places")
+    filters = topics.filter_subjects(where)
+    stream = aviso_admin.stream_of(config, event_type)
+    info = await admin.stream_info(stream)
+    begin, end = info.first_sequence, info.last_sequence + 1
+    while end - begin > SPAN:  # at least so many as are shown begin here, and fewer there
+        middle = (begin + end) // 2
+        if await admin.count(stream, filter_subjects=filters, start_sequence=middle) >= SHOWN:
+            begin = middle
+        else:
+            end = middle
+    newest = deque[FoundNotification](maxlen=SHOWN)
+    last = (await admin.stream_info(stream)).last_sequence  # those that have come meanwhile were counted too
+    messages = admin.read(stream, filter_subjects=filters, start_sequence=begin, last_sequence=last)
+    async with aclosing(messages):
+        async for each in messages:
+            name = f"{stream}@{each.sequence}"
+            newest.append(FoundNotification(name=name, time=store_time(each), subject=each.subject))
+    count = await admin.count(stream, filter_subjects=filters)
+    return Search(count=count, newest=[*reversed(newest)])

@@ -15,7 +15,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.console.history import Rates, rates
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError, describe
-from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, reports, snapshots
+from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, reports, snapshots, worker_health
 from aviso_workers.ops.agent_report import AgentHealth, AgentRow
 from aviso_workers.ops.denials import asked, noted
 from aviso_workers.ops.health import AgentFacts, Judgement, Unknown
@@ -24,7 +24,7 @@ from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import own_streams
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.own_streams import DEAD_LETTERS
-from aviso_workers.state.worker_records import AtWork, WorkerRecord
+from aviso_workers.state.worker_records import AppWorkers, AtWork, WorkerRecord
 from aviso_workers.task_groups import asked_of_each
 
 EVERY_SECONDS = 2.0
@@ -130,6 +130,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     agents: list[AgentView]
     failing: list[AgentRow]
     """Timers and tasks that fail."""
+    workers_in_trouble: list[AgentRow]
     streams: list[StreamRow]
     differing: list[str]
     """In which event types the apps differ."""
@@ -139,10 +140,14 @@ class Overview(Struct, frozen=True, kw_only=True):
     """Those of the last hour, where the configuration names a Prometheus."""
     snapshot: ServerSnapshot
 
-    @property
-    def workers(self) -> dict[str, list[WorkerRecord]]:
-        """Those that live, by app, as far as they have recorded themselves."""
-        return {} if isinstance(self.snapshot.workers, Unknown) else self.snapshot.workers
+    def workers_of(self, app: str) -> AppWorkers:
+        """Return the workers of an app, as far as they have recorded themselves."""
+        found = self.snapshot.workers
+        return AppWorkers() if isinstance(found, Unknown) else found.get(app, AppWorkers())
+
+    def health_of(self, app: str) -> Judgement:
+        """Return how an app is."""
+        return worker_health.of_app(self.workers_of(app), now=self.time)
 
 
 class Watcher:
@@ -236,6 +241,7 @@ class Watcher:
                 for each in found
             ],
             failing=agent_report.failing(recorded),
+            workers_in_trouble=agent_report.workers_in_trouble(snapshot),
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
             differing=differing + recorded.unreadable,
             new_dead_letters=await self._new_dead_letters(snapshot),

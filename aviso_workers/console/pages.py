@@ -10,13 +10,13 @@ from msgspec import Struct
 
 from aviso_workers.aviso.schema import topic_of
 from aviso_workers.config import display
-from aviso_workers.console import dead_letters, notification_search, notification_trail, spark_applications
+from aviso_workers.console import dead_letters, notification_trail, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.ops import doctor as doctor_
-from aviso_workers.ops import stream_policy, timer_report
+from aviso_workers.ops import stream_policy, timer_report, worker_health
 from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.doctor import output
 from aviso_workers.ops.health import STATES, Judgement
@@ -114,6 +114,11 @@ def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> st
         ),
         _counted(len(overview.failing), "timer or task fails", "timers and tasks fail"),
         _counted(
+            len([row for row in overview.workers_in_trouble if row.needs]),
+            "worker or app needs you",
+            "workers and apps need you",
+        ),
+        _counted(
             overview.new_dead_letters or 0, "dead letter of the last day waits", "dead letters of the last day wait"
         ),
         _counted(streams, "stream has trouble", "streams have trouble"),
@@ -192,7 +197,11 @@ async def agent(question: Question) -> Page:
         "views": views,
         "policy": declared.policies.get(name, {}) if declared else {},
         "declared": declared,
-        "workers": [(worker, [at_work]) for view in views for worker, at_work in view.workers],
+        "workers": [
+            (worker, [at_work], worker_health.of_living(worker, now=overview.time))
+            for view in views
+            for worker, at_work in view.workers
+        ],
         "asked": any(view.progress.consumer and view.progress.consumer.num_waiting for view in views),
         "deploys": overview.snapshot.recorded.deploys.get(app, ()),
         "retrying": [each for view in views for each in view.progress.retrying],
@@ -240,7 +249,7 @@ async def notification(question: Question) -> Page:
         if "@" in name.split()[0]:
             trail = await notification_trail.trail(admin, overview, name)
         else:
-            found = await notification_search.search(admin, overview.config, name)
+            found = await notification_trail.search(admin, overview.config, name)
     return Page("notification.html", name or "One notification", {"trail": trail, "found": found})
 
 
@@ -283,7 +292,7 @@ async def timers(question: Question) -> Page:
                     judgement=timer_report.judge(
                         name,
                         leader=leader if claim is not None and claim.token and not denied.text() else None,
-                        workers=overview.workers.get(app, ()),
+                        workers=overview.workers_of(app).living,
                         failure=overview.snapshot.recorded.failures.get((app, "timers", name)),
                         pause=pause,
                         now=overview.time,
@@ -359,7 +368,10 @@ async def app(question: Question) -> Page:
         "app": name,
         "overview": overview,
         "declared": declared,
-        "workers": [(each, [*each.agents.values()]) for each in overview.workers.get(name, ())],
+        "workers": [
+            (each, [*each.agents.values()], judgement)
+            for each, judgement in worker_health.of_workers(name, overview.workers_of(name), now=overview.time)
+        ],
         "document": found,
         "denied": denied.text(),
         "event_types": [(each, topic_of(each, schema[each]), schema[each].identifier) for each in sorted(names)],

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration, Duration
+from aviso_workers.clocks import EPOCH
 from aviso_workers.declare import resources
 from aviso_workers.declare.resources import Resource
 from aviso_workers.errors import DeclarationError
@@ -26,7 +27,6 @@ R = TypeVar("R")
 
 LATE_SECONDS = 60.0
 """A tick that is no later than this is run; beyond it, it was missed."""
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Tick(Struct, frozen=True, kw_only=True):

@@ -28,13 +28,13 @@ from aviso_workers.engine.subscription import Subscription, SubscriptionRun, con
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome, Unreadable
 from aviso_workers.jetstream import answers
+from aviso_workers.jetstream.answers import MESSAGE_ID
 from aviso_workers.state import delayed_messages
 from aviso_workers.state.delayed_messages import DURABLE, READER
 
 ACK_WAIT_SECONDS = 5.0
 CONCURRENCY = 16
 PREFETCH = 64
-MESSAGE_ID = "Nats-Msg-Id"
 TIMEOUT_SECONDS = 10.0
 REMOVE_SECONDS = 600.0
 """How often it is looked whether there is something that was delivered and not removed."""

@@ -32,6 +32,8 @@ BEGINNINGS = (b'{"stream":', b'{"error":', b'{"type":')
 ACK_FIELDS = frozenset({"stream", "seq", "domain", "duplicate", "val", "batch", "count", "error"})
 PROGRESS_FIELDS = frozenset({"type", "seq", "msgs", "last_seq", "error"})
 PROGRESS = ("ack", "gap", "err")
+MESSAGE_ID = "Nats-Msg-Id"
+EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 SOURCE = "Nats-Stream-Source"
 """The header that a server adds to what one stream has from another."""
 OF_STATUS = frozenset(

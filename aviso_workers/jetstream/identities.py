@@ -4,6 +4,8 @@
 after the next restart that it was created when that server had started. (It does so of no stream: there `created` is
 enough.) So a consumer that we create or update has a mark of ours in its metadata. An update by others, or by a version
 that does not know the mark, keeps it or removes it, and then `created` is all that is known.
+
+Here too are the names of the consumers by which a stream is read without acks.
 """
 
 from __future__ import annotations
@@ -15,10 +17,16 @@ from msgspec import UNSET, Struct, structs
 
 from aviso_workers.jetstream import metadata, plans
 from aviso_workers.jetstream.info import ConsumerInfo
-from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.jetstream.specs import OURS, SCHEDULES, ConsumerSpec
 
 MARK = "aviso-workers-id"
 """The metadata of a consumer that says which one of its name it is."""
+SPARK = "aviso_workers_spark"
+"""The owner of the readers of Spark's drivers and tasks."""
+READERS = 16
+"""How many readers of a stream an app may have at once, those of all its workers together."""
+READERS_OF_SPARK = 64
+"""The same for all queries of Spark: each task that reads has one."""
 
 
 class Identity(Struct, frozen=True):
@@ -70,3 +78,26 @@ def is_as_wanted(spec: ConsumerSpec, found: ConsumerInfo) -> bool:
 def newly_marked(noted: Mapping[str, str] | None) -> dict[str, str]:
     """Return the metadata of a consumer that is to be created in the place of another one."""
     return {**(noted or {}), MARK: secrets.token_hex(8)}
+
+
+def reader_names(owner: str, stream: str) -> tuple[str, ...]:
+    """Return the names of consumers by which an owner may read a stream without acks; none where it may use any.
+
+    A server's permissions bind whole names. So readers of a stream that several apps share have the names of a pool,
+    which belongs to one app: nobody else may pull from them, change or delete them. `backends.jetstream.readers` takes
+    a name that is free, and `ops.permissions` gives the right to each. Who reads as an operator, who may do everything,
+    and who reads a stream of the own app uses names at random.
+
+    The names contain no `__`, as those of agents' consumers do. An app's name is followed by the number alone, so no
+    two apps have one name.
+    """
+    if not owner or not _is_shared(owner, stream):
+        return ()
+    return tuple(f"{owner}-r{number}" for number in range(READERS_OF_SPARK if owner == SPARK else READERS))
+
+
+def _is_shared(app: str, stream: str) -> bool:
+    """Return whether other apps may read a stream that this one may read, as it is no bucket of its own state."""
+    if stream.startswith(OURS):
+        return stream.startswith(SCHEDULES)
+    return not stream.startswith(f"KV_{app}__")

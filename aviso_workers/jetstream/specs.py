@@ -18,6 +18,8 @@ OURS = "aviso_workers_"
 """How the names of our own streams begin, and no app's name."""
 SCHEDULES = f"{OURS}schedule__"
 """How the names of the streams begin that keep what is to be delivered later; the name of an event stream follows."""
+BUCKET = "KV_"
+"""How the name of a stream begins that is a bucket of key-values; the name of the bucket follows."""
 UNREADABLE = f"{OURS}unreadable"
 """The empty stream that says of a server that it cannot read another one that it has."""
 LONGEST_NAME = 255

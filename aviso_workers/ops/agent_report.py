@@ -23,7 +23,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream import subjects
 from aviso_workers.jetstream.info import ConsumerConfig, StreamInfo
 from aviso_workers.jetstream.specs import OURS
-from aviso_workers.ops import agent_inventory, aviso_admin, health
+from aviso_workers.ops import agent_inventory, aviso_admin, health, worker_health
 from aviso_workers.ops.agent_inventory import KEY_VALUE, Recorded
 from aviso_workers.ops.denials import asked
 from aviso_workers.ops.health import AgentFacts, Judgement, Unknown, failing_text
@@ -40,7 +40,7 @@ Key = tuple[str, str, str]
 
 
 class AgentRow(Struct, frozen=True, kw_only=True):
-    """The report on an agent on one event stream, or on a timer or a task that fails."""
+    """The report on an agent on one event stream, or on a timer, a task or a worker in trouble."""
 
     app: str
     agent: str
@@ -206,7 +206,7 @@ def _workers(now: ServerSnapshot) -> Mapping[Key, list[WorkerRecord]] | Unknown:
         return now.workers
     found = defaultdict[Key, list[WorkerRecord]](list)
     for app, of_app in now.workers.items():
-        for worker in of_app:
+        for worker in of_app.living:
             for agent, at_work in worker.agents.items():
                 found[app, agent, at_work.stream].append(worker)
     return found
@@ -273,6 +273,15 @@ def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) 
     if set(filters) not in ({*wanted}, {*everything}):
         found.append(f"filters {', '.join(filters) or 'none'}, the code says {', '.join(wanted) or 'none'}")
     return "; ".join(found)
+
+
+def workers_in_trouble(now: ServerSnapshot, app: str | None = None) -> list[AgentRow]:
+    """Return a row for each worker, and for the workers of each app together, of one app or of all, in trouble."""
+    return [
+        AgentRow(app=owner, agent=name, stream="-", **structs.asdict(judgement))
+        for owner, name, judgement in worker_health.troubles(now.workers, now=now.recorded.time)
+        if app in (None, owner)
+    ]
 
 
 def failing(recorded: Recorded, app: str | None = None) -> list[AgentRow]:

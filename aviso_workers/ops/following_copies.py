@@ -29,6 +29,7 @@ from aviso_workers.errors import (
     UnavailableError,
 )
 from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream.answers import MESSAGE_ID
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.ops import consumer_positions, inventory, stream_copies, stream_pairs
 from aviso_workers.ops.consumer_positions import StreamPlace
@@ -47,7 +48,6 @@ FILLER = "aviso_workers_filler"
 """The last part of the subject of what is stored for a sequence that the original does not have."""
 HOW_TO_STORE = ("Nats-Expected-", "Nats-Batch-")
 """The prefixes of headers that said how a message was to be stored."""
-MESSAGE_ID = "Nats-Msg-Id"
 LAST_SEQUENCE = "Nats-Expected-Last-Sequence"
 SCHEDULE = "allow_msg_schedules"
 UNFIT = ("mirror", "sources", "subject_transform", "republish", "allow_msg_counter", SCHEDULE)

@@ -5,8 +5,9 @@ none is true and one is not known, it is `unknown`; only then it is the first of
 is known beats what is not, and that beats every calm word. Times come from records and from the server, never from how
 long somebody has looked. An agent needs somebody once its state is older than the patience with it.
 
-`agent_report` collects the facts of a server. `agents ls` and `show`, `consumers ls`, `top`, the console, the doctor's
-checks of progress and the observer say these words; `/readyz` says of a worker what `hindered` says of its agents.
+`worker_health` says it of workers and apps. `agent_report` collects the facts of a server. `agents ls` and `show`,
+`consumers ls`, `top`, the console, the doctor's checks of progress and the observer say these words; `/readyz` says of
+a worker what `hindered` says of its agents.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
     @property
     def is_trouble(self) -> bool:
         """Whether it is a state that somebody may have to look at, now or later."""
-        return self.state not in CALM
+        return bool(self.cure)
 
     @property
     def text(self) -> str:
@@ -304,7 +305,7 @@ def _not_begun(a: AgentFacts) -> Found:
 def _hindered(a: AgentFacts) -> Found:
     workers = _workers(a)
     found = [
-        (worker.since(each.seconds), _name(worker), each.text)
+        (worker.since(each.seconds), worker.name, each.text)
         for worker in workers
         for each in worker.hindrances or ()
         if each.agent in ("", a.agent)
@@ -334,7 +335,7 @@ def _no_worker(a: AgentFacts) -> Found:
             takes = record.attempt_seconds
         if since is None or (a.now - since).total_seconds() < takes:
             return None
-    names = [_name(worker) for worker, _ in a.at_work]
+    names = [worker.name for worker, _ in a.at_work]
     return since, f"{look.lag} wait, and {f'{names[0]} lives and asks for nothing' if names else 'no worker runs'}"
 
 
@@ -486,7 +487,7 @@ CONDITIONS = (
         holds=_hindered,
         patience=10,
         cure="Do what the sentence names: give the worker's user the right (`aviso-workers server render --role "
-        "worker`), or start that worker again where a call is stuck.",
+        "worker --app MODULE:APP`), or start that worker again where a call is stuck.",
     ),
     Condition(
         name="half paused",
@@ -632,7 +633,3 @@ def _longest_seconds(consumer: ConsumerInfo, record: ConsumerRecord | None) -> f
     if record is not None:
         return record.longest_seconds
     return max(consumer_records.STUCK_SECONDS, 2 * consumer.config.ack_wait / SECOND)
-
-
-def _name(worker: WorkerRecord) -> str:
-    return worker.member or f"{worker.host}/{worker.process}"

@@ -1,11 +1,11 @@
-"""The least permissions with which each role works, for the users of a nats-server.
+"""The least permissions with which each role works, for the users of a nats-server, and the streams that it needs.
 
 `server render --role` prints them. What a worker needs follows from its app: the streams that its agents read, the
 consumers by which they do, and the buckets of its state. No role but `operator` may create or update a stream: who may
 do that can read and write everything of the account (`streams apply --role` makes what the others need).
 
 A replay reads by a consumer. On a stream that several apps share, its name is one of the app's own
-(`jetstream.reader_names`), and no role but `operator` may use another one.
+(`jetstream.identities`), and no role but `operator` may use another one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from aviso_workers.backends import buckets
 from aviso_workers.backends.jetstream import credentials, inboxes
-from aviso_workers.backends.jetstream.server_versions import PING
+from aviso_workers.backends.jetstream.creation import PING
 from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
+from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.declare.tables import Counter
-from aviso_workers.jetstream import reader_names
-from aviso_workers.jetstream.specs import SCHEDULES
+from aviso_workers.jetstream import identities
+from aviso_workers.jetstream.specs import SCHEDULES, StreamSpec
 from aviso_workers.state import (
     dead_letter_records,
     delayed_messages,
@@ -55,7 +57,7 @@ def of_worker(app: Router, config: Config, *, buckets: Iterable[str] = (), user:
 
 def of_spark(config: Config, *, user: str = "") -> Permissions:
     """Return what the drivers and executors of Spark need to read and write notifications of all event types."""
-    api = _Api(config, user, owner=reader_names.SPARK)
+    api = _Api(config, user, owner=identities.SPARK)
     return _permissions(_spark(api), subscribe=(api.inboxes,))
 
 
@@ -108,7 +110,7 @@ class _Api:
 
     def read(self, stream: str) -> Iterator[str]:
         yield self.get(stream)
-        names = reader_names.names(self.owner, stream)
+        names = identities.reader_names(self.owner, stream)
         if not names:
             yield f"{self.prefix}.CONSUMER.CREATE.{stream}"
         for name in names:
@@ -240,3 +242,40 @@ def _permissions(publish: Iterable[str], *, subscribe: tuple[str, ...]) -> Permi
         publish=Subjects(allow=tuple(sorted(set(publish)))),
         subscribe=Subjects(allow=subscribe),
     )
+
+
+def streams_of_publisher(config: Config) -> list[StreamSpec]:
+    """Return the streams of what publishers have delayed."""
+    streams = event_streams(config.notification_schema)
+    return [delayed_messages.stream_spec(stream, config) for stream in streams]
+
+
+def streams_of_worker(app: Router, config: Config, *, opened: Iterable[str] = ()) -> list[StreamSpec]:
+    """Return the streams and buckets of a worker of the app; `opened` are the buckets that its code opens by name."""
+    own = own_buckets.of_app(app.name, agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables)
+    return [
+        *streams_of_publisher(config),
+        *(_bucket_spec(config, name, own.ttl_seconds.get(name), own.history.get(name, 1)) for name in own.all),
+        *(_bucket_spec(config, name) for name in opened),
+        *_own_streams(app, config),
+    ]
+
+
+def streams_of_spark(config: Config) -> list[StreamSpec]:
+    """Return the buckets of Spark's streaming queries."""
+    return [
+        _bucket_spec(config, query_records.bucket_of(stream)) for stream in event_streams(config.notification_schema)
+    ]
+
+
+def _own_streams(app: Router, config: Config) -> Iterator[StreamSpec]:
+    if app.agents:
+        yield dead_letter_records.stream_spec(app.name, config)
+        yield dead_letter_records.retries_spec(app.name, config)
+    if any(isinstance(table, Counter) for table in app.tables.values()):
+        yield table_records.counters_spec(app.name, config)
+
+
+def _bucket_spec(config: Config, name: str, ttl_seconds: float | None = None, history: int = 1) -> StreamSpec:
+    replicas = config.notification_backend.jetstream.replicas or 1
+    return buckets.bucket_spec(name, ttl_seconds=ttl_seconds, history=history, replicas=replicas)

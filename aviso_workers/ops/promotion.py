@@ -192,7 +192,8 @@ class _MirrorPromotion:
         with anyio.move_on_after(self._patience_seconds):
             while True:
                 last = (await self._of_mirror()).last_sequence
-                is_last = last >= until or not await self._has_more(last)
+                # The newest messages of the origin may have been deleted.
+                is_last = last >= until or not await self._there.message(self.origin, last + 1, next_by_subject=">")
                 if missing is None:
                     missing = 0 if is_last else until - last
                 if is_last:
@@ -204,10 +205,6 @@ class _MirrorPromotion:
             f"{self._stream} did not catch up with {self.origin} within {self._patience_seconds:g} s: "
             f"{'all' if missing is None else missing} messages were missing at first; {self.origin} is as it was"
         )
-
-    async def _has_more(self, last: int) -> bool:
-        """Return whether the origin has a message behind a sequence: its newest ones may have been deleted."""
-        return await self._there.message(self.origin, last + 1, next_by_subject=">") is not None
 
     async def _become(self, subjects: Sequence[str]) -> int:
         """Turn the mirror into a stream of its own, and return its last sequence."""

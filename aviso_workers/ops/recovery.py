@@ -21,6 +21,7 @@ from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Admin, Message, Outgoing, PubAck, open_backend
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, ConflictError, RefusedError
+from aviso_workers.jetstream.answers import EXPECTED_LAST, MESSAGE_ID
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import stream_pairs
 from aviso_workers.ops.mirrors import PROMOTED
@@ -29,8 +30,6 @@ RECOVERED = "Aviso-Workers-Recovered"
 """The header of what was published again: when its stream was created, and its sequence there."""
 LEFT_OUT = ("Nats-Expected-", "Nats-Batch-", "Nats-Rollup", RECOVERED)
 """The prefixes of headers that said how a message was to be stored where it comes from."""
-MESSAGE_ID = "Nats-Msg-Id"
-EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 BATCH = 500
 PUBLISH_SECONDS = 30.0
 DOMAIN_PARTS = 3

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.jetstream.specs import BUCKET
 from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.ops.inventory import Listing, T
 from aviso_workers.state import (
@@ -30,7 +31,6 @@ from aviso_workers.state import (
 )
 from aviso_workers.state.own_streams import COUNTERS, RETRIES
 
-BUCKET = "KV_"
 ACTIVE = timedelta(minutes=5)
 """An agent that was delivered something, or has settled something, within this time may have a worker. A version of an
 agent counts as gone after as long (`engine.shared_filters`)."""

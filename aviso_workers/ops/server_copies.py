@@ -25,7 +25,7 @@ from msgspec import Struct, structs
 from aviso_workers.backends import Admin
 from aviso_workers.errors import BackendError, BackupError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import metadata
-from aviso_workers.jetstream.info import Cluster, StreamConfig
+from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops import consumer_positions
 from aviso_workers.ops.backups import Contents, Drill, archive, read_back
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
@@ -171,16 +171,13 @@ async def _has_consumers(admin: Admin, stream: str, names: Set[str]) -> bool:
 
 
 async def _are_current(admin: Admin, stream: str) -> bool:
+    """Return whether all replicas of a stream and of its consumers are current, as JetStream reports them; a single
+    server has none.
+    """
     listed, unavailable = await consumer_positions.consumers(StreamPlace(streams=admin, stream=stream))
     found = await admin.stream_info(stream)
-    return not unavailable and all(map(_is_current, (found.cluster, *(each.cluster for each in listed))))
-
-
-def _is_current(group: Cluster) -> bool:
-    """Return whether all replicas of a stream or a consumer are current, as JetStream reports them; a single server has
-    none.
-    """
-    return all(replica.current and not replica.lag for replica in group.followers)
+    groups = (found.cluster, *(each.cluster for each in listed))
+    return not unavailable and all(each.current and not each.lag for group in groups for each in group.followers)
 
 
 async def _transfer(source: Admin, target: Admin, stream: str) -> tuple[StreamConfig, Contents]:

@@ -23,7 +23,7 @@ from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.health import CATCHES_UP, Unknown
 from aviso_workers.ops.inventory import Listing
 from aviso_workers.state import worker_records
-from aviso_workers.state.worker_records import WorkerRecord
+from aviso_workers.state.worker_records import AppWorkers
 from aviso_workers.task_groups import task_group
 
 AT_ONCE = 32
@@ -44,21 +44,18 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     oldest_pending: Mapping[tuple[str, str], datetime] = {}
     """As `oldest_pending` returns it."""
     recorded: Recorded
-    workers: dict[str, list[WorkerRecord]] | Unknown
-    """Those that live, by app, as far as they have recorded themselves."""
+    workers: dict[str, AppWorkers] | Unknown
+    """By app, as far as they have recorded themselves."""
     denied: Denials
     """What the server denies our user of it."""
 
 
 async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
-    """Take a snapshot of all streams and their consumers, or of one `stream`. What is denied is left out. Raises
-    `BackendError`, and `NotFoundError` where there is no such stream.
+    """Take a snapshot of all streams and their consumers, or of one `stream`. What is denied is left out, and what no
+    server answers for. Raises `BackendError`, and `NotFoundError` where there is no such stream.
     """
     denied = Denials()
-    if stream:
-        listed = Listing[StreamInfo](found=[await admin.stream_info(stream)], unavailable=[])
-    else:
-        listed = await inventory.streams(admin, denied=denied)
+    listed = await (_listed(admin, stream) if stream else inventory.streams(admin, denied=denied))
     streams, away = {each.name: each for each in listed.found}, [*listed.unavailable]
     consumers: dict[tuple[str, str], ConsumerInfo] = {}
     limiter = anyio.CapacityLimiter(AT_ONCE)
@@ -68,13 +65,13 @@ async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
             try:
                 found = await inventory.consumers(admin, name, denied=denied)
             except NotFoundError:
-                streams.pop(name)  # it was deleted meanwhile
+                streams.pop(name, None)  # it was deleted meanwhile
             else:
                 consumers.update({(name, each.name): each for each in found.found})
                 away.extend(f"{name} > {consumer}" for consumer in found.unavailable)
 
     async with task_group() as tasks:  # a server waits for those that do not answer
-        for name in [name for name, found in streams.items() if stream or found.consumers]:
+        for name in [stream] if stream else [name for name, found in streams.items() if found.consumers]:
             tasks.start_soon(list_consumers, name)
     return ServerSnapshot(
         at=anyio.current_time(),
@@ -86,6 +83,13 @@ async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
         workers=await _workers(admin, denied),
         denied=denied,
     )
+
+
+async def _listed(admin: Admin, stream: str) -> Listing[StreamInfo]:
+    try:
+        return Listing(found=[await admin.stream_info(stream)], unavailable=[])
+    except UnavailableError:
+        return Listing(found=[], unavailable=[stream])
 
 
 async def oldest_pending(
@@ -110,7 +114,7 @@ async def oldest_pending(
     return found
 
 
-async def _workers(admin: Admin, denied: Denials) -> dict[str, list[WorkerRecord]] | Unknown:
+async def _workers(admin: Admin, denied: Denials) -> dict[str, AppWorkers] | Unknown:
     try:
         with noted(denied, "workers"):
             return await worker_records.stored(admin)

@@ -50,7 +50,7 @@ def sections(config: Config) -> dict[str, str]:
 
 async def plans(admin: Admin, config: Config, own: Iterable[StreamSpec] = ()) -> list[Plan | ConsumerPlan]:
     """Return the plans for all configured streams, each followed by those for its consumers, and for `own` ones
-    (`role_streams`), which are created, or get replicas. Those of delayed notifications are left out where the server
+    (`permissions`), which are created, or get replicas. Those of delayed notifications are left out where the server
     is too old to keep these.
 
     Raises `BackendError`.

@@ -62,7 +62,7 @@ async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, t
     failures = failure_records.parsed(noted)
     now = await consumer_records.time(admin, app)  # after that: the last tick is none of the next ones
     pauses = timer_requests.pauses(await consumer_records.entries_of(admin, app, kind="orders"), now=now)
-    workers = await worker_records.of_app(admin, app)
+    workers = (await worker_records.of_app(admin, app)).living
     rows = []
     for timer in timers:
         pause, claim = pauses.get((app, timer.name)), claims.get(timer.name)

@@ -6,7 +6,14 @@ The modules of a feature are imported where an app uses it, so that a worker of 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from contextvars import ContextVar
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -20,20 +27,33 @@ from aviso_workers.aviso.literals import Filter
 from aviso_workers.aviso.notifications import Notification, Notify
 from aviso_workers.backends import Admin, Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.backends.provisioning import Provisioner
+from aviso_workers.clocks import Clock
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import dependencies, resources
 from aviso_workers.declare.agents import Agent, Task
+from aviso_workers.declare.resources import Resource
 from aviso_workers.declare.tables import Counter, Table
 from aviso_workers.declare.timers import Timer
+from aviso_workers.declare.verdicts import Failure
 from aviso_workers.declare.windows import Window
-from aviso_workers.engine import failure_recorder, open_resources
+from aviso_workers.engine import calls, failure_recorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.key_value import retried
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.replay import Replayer
 from aviso_workers.engine.subscription import Subscription, SubscriptionRun, keep_running, supervise_task
-from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError, UndecodableError
+from aviso_workers.errors import (
+    AvisoWorkersError,
+    BackendError,
+    ConfigError,
+    DeclarationError,
+    NotFoundError,
+    ResourceError,
+    UnavailableError,
+    UndecodableError,
+    describe,
+)
 from aviso_workers.events import (
     AgentDisturbed,
     AgentStarted,
@@ -47,23 +67,27 @@ from aviso_workers.events import (
 )
 from aviso_workers.features import delayed_delivery
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.sessions import replicas
 from aviso_workers.sessions.agent_subscriptions import AgentSubscriptions
 from aviso_workers.sessions.hindrances import OBSERVED, Hindrances
 from aviso_workers.sessions.worker_recorder import WorkerRecorder
 from aviso_workers.state import (
+    code_versions,
     consumer_records,
     declarations,
     delayed_messages,
     failure_records,
     own_buckets,
+    own_streams,
     window_records,
 )
 from aviso_workers.state.known_agents import KnownAgents
+from aviso_workers.state.own_buckets import OwnBuckets
+from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS
 from aviso_workers.task_groups import task_group
 
 if TYPE_CHECKING:
     from aviso_workers.features.traces import Spans
+
 
 UPGRADED_SECONDS = 5.0
 """How often a worker looks whether a server that was too old to deliver later has been upgraded; nothing is sent."""
@@ -75,6 +99,8 @@ MAX_FOREIGN = 10_000
 """How many foreign messages are remembered, so that each is told once."""
 
 _STOP: ContextVar[anyio.Event | None] = ContextVar("stop", default=None)
+AGAIN_SECONDS = 10.0
+"""When a server that did not answer is asked again."""
 
 
 def is_stopping() -> bool:
@@ -248,7 +274,7 @@ class Session:
                 dependencies.at_work(app.dependencies.values(), self._agents.outages),
                 self._events.heard_by(hindrances.observe, *OBSERVED),
             ):
-                async with open_resources.opened(app.resources, app, instead=given) as values:
+                async with _opened_resources(app.resources, app, instead=given) as values:
                     await self._work(
                         app,
                         stop,
@@ -291,6 +317,7 @@ class Session:
                         runs=self.runs,
                         hindrances=hindrances,
                         timers=tuple(timer.name for timer in timers),
+                        code=code_versions.of_app(app),
                     )
                     watching.start_soon(recorder.keep_recorded)
                 if begun is not None:
@@ -321,8 +348,8 @@ class Session:
         buckets = own_buckets.of_app(
             self._app, agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables
         )
-        wanted = replicas.configured(self._app, self._config, buckets)
-        await replicas.raise_to(wanted, provisioner=self.own_streams, clock=self.backend.clock)
+        wanted = _configured_replicas(self._app, self._config, buckets)
+        await _raise_replicas(wanted, provisioner=self.own_streams, clock=self.backend.clock)
 
     async def _record_declared(self, app: Any) -> None:
         schema = self._config.notification_schema
@@ -391,7 +418,7 @@ class Session:
         from aviso_workers.features.timers import run_now
 
         ticked: list[Ticked] = []
-        async with open_resources.opened(app.resources, app, instead=given) as values:
+        async with _opened_resources(app.resources, app, instead=given) as values:
             bound = resources.bound(timer, values)
             with self._events.heard_by(ticked.append, Ticked), self._events.heard_by(tell, Ticked):
                 for time in times or (clocks.utc_now(self.backend.clock),):
@@ -486,3 +513,58 @@ def _traces(config: Config) -> Spans | None:
     from aviso_workers.features.traces import Spans
 
     return Spans(config)
+
+
+@asynccontextmanager
+async def _opened_resources(
+    declared: Sequence[Resource], app: Any, *, instead: Mapping[Any, Any] | None = None
+) -> AsyncIterator[Mapping[Any, Any]]:
+    """Open a worker's resources in the order in which they need each other, and close them in the opposite one.
+
+    Return what they give, by type; the app is there too. `instead` has values of types that are not opened then. Raises
+    `ResourceError` where one cannot be opened.
+    """
+    values: dict[Any, Any] = dict.fromkeys(type(app).__mro__, app) | dict(instead or {})
+    async with AsyncExitStack() as stack:
+        for resource in resources.opened_by_workers(declared):
+            if resource.gives in values:
+                continue
+            given = {name: values[wanted] for name, wanted in resource.needs.items()}
+            opening = asynccontextmanager(resource.function)(**given)
+            value = await calls.attempt(stack.enter_async_context, opening)
+            if isinstance(value, Failure):
+                raise _cannot_be_opened(resource, value.error) from value.error
+            values[resource.gives] = value
+        yield values
+
+
+def _cannot_be_opened(resource: Resource, error: BaseException) -> AvisoWorkersError:
+    if isinstance(error, AvisoWorkersError):
+        return error
+    return ResourceError(f"resource {resource.name!r} cannot be opened: {describe(error)}")
+
+
+def _configured_replicas(app: str, config: Config, buckets: OwnBuckets) -> dict[str, int]:
+    """Return how many replicas the streams of an app's own state are to have, by stream; empty where nobody says."""
+    of_all = config.notification_backend.jetstream.replicas
+    of_streams = config.workers.dead_letters.replicas or of_all
+    wanted = {own_streams.of_app(kind, app): of_streams for kind in (DEAD_LETTERS, COUNTERS)}
+    wanted |= {f"KV_{bucket}": of_all for bucket in (*buckets.by_key, *buckets.listed, *buckets.written)}
+    return {stream: replicas for stream, replicas in wanted.items() if replicas}
+
+
+async def _raise_replicas(wanted: Mapping[str, int], *, provisioner: Provisioner, clock: Clock) -> None:
+    """Add replicas to those streams that exist and have fewer, however long servers do not answer.
+
+    A worker brings in line what it reads when it opens it (`provisioning`). This is for what it only writes, or opens
+    when that is first needed, which may be never: dead letters, counters and all buckets. What does not exist yet is
+    created with its replicas when it is needed. Replicas are only added: another worker's configuration may ask for
+    more.
+    """
+    for stream, replicas in wanted.items():
+        while True:
+            try:
+                await provisioner.raise_replicas(stream, replicas)
+                break
+            except UnavailableError:
+                await clock.sleep(AGAIN_SECONDS)

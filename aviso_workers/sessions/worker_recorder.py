@@ -66,6 +66,7 @@ class WorkerRecorder:
         runs: Mapping[str, SubscriptionRun],
         hindrances: Hindrances,
         timers: tuple[str, ...] = (),
+        code: str = "",
     ) -> None:
         self._backend = backend
         self._clock = backend.clock
@@ -88,28 +89,32 @@ class WorkerRecorder:
             age_seconds=0.0,
             agents={},
             timers=timers,
+            code=code,
         )
 
     async def keep_recorded(self) -> None:
-        """Record the worker; cancel this to end it, which removes the record."""
+        """Record the worker; cancel this to end it, which records that it has ended in order."""
         stored = False
         try:
             while True:
-                told = self._changing()
+                told, again = self._changing(), False
                 try:
                     stored = True  # or it may be, where no answer comes
                     await self._bucket.put(self._key, msgspec.json.encode(self._now()))
                 except BackendError as error:
                     stored = not isinstance(error, RefusedError)
+                    again = stored  # soon, or it seems to be killed when the server is back
                 for _ in range(int(WRITE_SECONDS / LOOK_SECONDS)):
                     await self._clock.sleep(LOOK_SECONDS)
-                    if self._changing() != told:
+                    if again or self._changing() != told:
                         break
         finally:
             if stored and self._backend.connection.ready:
                 with clocks.move_on_after(self._clock, END_SECONDS) as end, suppress(BackendError):
                     end.shield = True
-                    await self._bucket.delete(self._key)
+                    age = self._clock.monotonic() - self._begun
+                    ended = structs.replace(self._record, age_seconds=age, timers=(), ended=True)
+                    await self._bucket.put(self._key, msgspec.json.encode(ended))
 
     def _changing(self) -> set[Hashable]:
         """Return what is so of which operators are to hear at once, and note since when."""

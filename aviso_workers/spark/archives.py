@@ -23,20 +23,21 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import pairwise
 from uuid import uuid4
 
-from msgspec import structs
+import msgspec
+from msgspec import Struct, structs
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import StructType
 
 from aviso_workers.errors import PipelineError
-from aviso_workers.spark import archive_filters, archive_lists
+from aviso_workers.spark import archive_filters
 from aviso_workers.spark.archive_filters import ArchiveSelection
-from aviso_workers.spark.archive_lists import WHOLE_BYTES, ArchivedFile, FileList
 from aviso_workers.spark.files import File, Files
 
 LOG = "_spark_metadata"
@@ -56,6 +57,9 @@ MANY = 16
 SMALL_BYTES = 32 * 1024 * 1024
 READERS_MS = 60 * 60 * 1000
 """How long a reader may take to read the list that it began with."""
+VERSION = "v1"
+WHOLE_BYTES = 128 * 1024 * 1024
+DIGEST_BYTES = 16
 
 
 def archive(
@@ -208,7 +212,7 @@ class _Archive:
                 "there; the next one archives them"
             )
         self._files.sync(f"{CHECKPOINT}/offsets/{number}")  # a list without the plan of its batch is refused
-        text = archive_lists.encode([*kept, *added])
+        text = encode_list([*kept, *added])
         self._files.write_new(f"{LOG}/{number}.compact", text, aside=f"{self._staging}/list")
 
     def _merge(self, merged: list[ArchivedFile], batch: DataFrame) -> DataFrame:
@@ -243,7 +247,7 @@ class _Archive:
             return FileList()
         number, file = lists[-1]
         try:
-            return archive_lists.decode(self._files.read(f"{LOG}/{file.name}"), number=number)
+            return decode_list(self._files.read(f"{LOG}/{file.name}"), number=number)
         except ValueError as problem:
             raise PipelineError(
                 f"{self.root}/{LOG}/{file.name} is damaged, so what belongs to the archive is not known: {problem}. "
@@ -314,3 +318,81 @@ def _small(entries: Iterable[ArchivedFile]) -> list[ArchivedFile]:
         if entry.size < SMALL_BYTES:
             by_day[entry.day].append(entry)
     return [entry for small in by_day.values() if len(small) >= MANY for entry in small]
+
+
+class ArchivedFile(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A file of an archive, as Spark writes it down."""
+
+    path: str
+    size: int
+    is_dir: bool = False
+    modification_time: int
+    block_replication: int = 1
+    block_size: int = WHOLE_BYTES
+    action: str = "add"
+
+    @property
+    def day(self) -> str:
+        """The directory of the file's day, such as `date=2026-11-20`."""
+        return self.path.rsplit("/", 2)[1]
+
+    @property
+    def name(self) -> str:
+        """The path of the file below the archive's directory, wherever that directory was when the list was written."""
+        return "/".join(self.path.rsplit("/", 2)[1:])
+
+
+class FileList(Struct, frozen=True, kw_only=True):
+    """The content of a list: the files that belong to the archive after a batch."""
+
+    number: int = -1
+    """The number of its batch; -1 where there is no list yet."""
+    entries: Sequence[ArchivedFile] = ()
+
+
+class _Sealed(Struct):
+    digest: str = ""
+
+
+def encode_list(entries: Iterable[ArchivedFile]) -> bytes:
+    """Return the text of a list of the files that belong to an archive, as one is written for each batch.
+
+    The form is that of the log of Spark's own file sink: a line with the version, and a JSON document for each file. So
+    `spark.read.parquet` reads it, of any Spark. The first document has one field more, which Spark passes over: a
+    digest of the list. By it a list that was cut is distinguished from a shorter one, also where it was cut at the end
+    of a line. Only a list of no files has no digest, and cannot prove that it is whole.
+    """
+    documents = [msgspec.json.encode(entry) for entry in entries]
+    if documents:
+        seal = _seal(_digest(_joined(documents)))
+        documents[0] = documents[0].removesuffix(b"}") + seal + b"}"
+    return _joined(documents)
+
+
+def decode_list(text: bytes, *, number: int) -> FileList:
+    """Parse the text of a list. Raises `ValueError` where it is no such list, or where something of it is missing or
+    changed.
+    """
+    version, *documents = text.split(b"\n")
+    if version != VERSION.encode():
+        raise ValueError(f"it is of format {version.decode(errors='replace')!r}, {VERSION} is known")
+    try:
+        entries = [msgspec.json.decode(document, type=ArchivedFile) for document in documents]
+        sealed = msgspec.json.decode(documents[0], type=_Sealed) if documents else _Sealed()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"a line of it cannot be read: {error}") from error
+    if documents and _digest(text.replace(_seal(sealed.digest), b"", 1)) != sealed.digest:
+        raise ValueError("it is not whole: its digest is missing, or that of another list")
+    return FileList(number=number, entries=entries)
+
+
+def _joined(documents: Iterable[bytes]) -> bytes:
+    return b"\n".join([VERSION.encode(), *documents])
+
+
+def _seal(digest: str) -> bytes:
+    return b',"digest":"%b"' % digest.encode()
+
+
+def _digest(text: bytes) -> str:
+    return blake2b(text, digest_size=DIGEST_BYTES).hexdigest()

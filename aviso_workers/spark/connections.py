@@ -23,7 +23,7 @@ from aviso_workers.config import Config
 from aviso_workers.config.environment import WORKERS_FILE
 from aviso_workers.declare.retry import Backoff, Tries
 from aviso_workers.errors import UnavailableError
-from aviso_workers.jetstream import reader_names
+from aviso_workers.jetstream import identities
 
 COLLECT_AFTER = 100_000
 AGAIN = Backoff(first=0.5, factor=1.0, jitter=0.0)
@@ -73,7 +73,7 @@ async def _opened(settings: Config, patience_seconds: float) -> AsyncIterator[Ba
         backend: Backend | None = None
         while backend is None:
             try:
-                backend = await stack.enter_async_context(open_backend(settings, owner=reader_names.SPARK))
+                backend = await stack.enter_async_context(open_backend(settings, owner=identities.SPARK))
             except UnavailableError:
                 if (wait := left.next_wait(anyio.current_time())) is None:
                     raise

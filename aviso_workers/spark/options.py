@@ -90,8 +90,8 @@ class WriteOptions(Struct, frozen=True, kw_only=True):
     """Together with `batch_id`: of which batch of `foreachBatch` this is the write."""
     batch_id: int | None = None
     only_new_topics: bool = False
-    """Whether a row is stored only where the stream holds no message of its topic. No option of a query says so: `once`
-    does, which reads the stream before."""
+    """Whether a row is stored only where the stream holds no message of its topic. No option of a query says so:
+    `backfill` does, which reads the stream before."""
 
 
 def parse_read_options(options: Mapping[str, str], *, streaming: bool | None = None) -> ReadOptions:

@@ -1,11 +1,11 @@
 """Writers of rows to a stream: each row is acknowledged, and none is discarded in place of another.
 
 Spark makes the writers by `data_source`, pickles them, runs `write` in tasks, and hands what these return to `commit`
-on the driver. `rows` makes the messages and `message_ids` their ids; the engine's publisher does the rest, as for any
+on the driver. `rows` makes the messages and their ids; the engine's publisher does the rest, as for any
 other notification: stream, headers, waiting and trying again. Ids that are made of the content need no comparison with
 what the stream discards, since it can only be the same row. With ids of a column each row is answered by itself, and
 `duplicates` compares. A task makes the stream at most before its first row: what is missing later was deleted, with all
-that had been stored in it, and `query_records` says so of the earlier batches of a streaming query.
+that had been stored in it, and `QueryRecord` says so of the earlier batches of a streaming query.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
 import pyarrow as pa
-from msgspec import structs
+from msgspec import Struct, structs
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
 from pyspark.sql.datasource import (
@@ -27,9 +27,11 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
+from aviso_workers.aviso.codec import is_marker
 from aviso_workers.backends import Backend, OutgoingChunk, PubAck
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
+from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.errors import (
     ConflictError,
@@ -41,14 +43,13 @@ from aviso_workers.errors import (
     UnavailableError,
 )
 from aviso_workers.events import Events
-from aviso_workers.spark import dead_letters, duplicates, new_topics, offsets
+from aviso_workers.jetstream.answers import EXPECTED_LAST, MESSAGE_ID
+from aviso_workers.spark import dead_letters, duplicates, offsets
 from aviso_workers.spark.connections import BlockingConnection, connected, load_config, tries
 from aviso_workers.spark.dead_letters import RefusedRows
-from aviso_workers.spark.message_ids import ColumnIds, ContentIds
 from aviso_workers.spark.options import WriteOptions
-from aviso_workers.spark.query_records import QueryBatch, QueryRecord
-from aviso_workers.spark.rows import Rows
-from aviso_workers.state.query_records import bucket_of
+from aviso_workers.spark.rows import ColumnIds, ContentIds, Rows
+from aviso_workers.state.query_records import bucket_of, key_of
 
 TYPES = {"int": "BIGINT", "str": "STRING"}
 QUERY, BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
@@ -270,7 +271,7 @@ class _Task:
         topic is new, and whose topic is not.
         """
         if self._writing.only_new_topics:
-            return await new_topics.store(
+            return await store_new_topics(
                 self._publisher, self._backend, self._writing.event, stream=self._spec.name, chunk=chunk
             )
         answers = await self._publisher.store_answered(self._writing.event, chunk)
@@ -361,3 +362,94 @@ def _publisher(backend: Backend, settings: Config) -> Publisher:
     provisioner = Provisioner(backend, management="observe", events=events)
     own_streams = Provisioner(backend, management="reconcile", events=events, removes_replicas=False)
     return Publisher(backend, config=settings, provisioner=provisioner, own_streams=own_streams, events=events)
+
+
+async def store_new_topics(
+    publisher: Publisher, backend: Backend, event_type: str, *, stream: str, chunk: OutgoingChunk
+) -> list[PubAck | None]:
+    """Store each message whose topic is new to a stream that keeps the newest of each, and return its acknowledgement,
+    or None where the stream holds another one of its topic.
+
+    `backfill` reads the stream before it publishes, and leaves out the rows whose topic is there. What others publish
+    between that read and the storing is newer than any row and must not be replaced by one: each message states which
+    one it expects to be the last of its topic, and the server refuses it where that is not so.
+
+    Raises as `Publisher.store_answered` and `Backend.message` do.
+    """
+    answers: list[PubAck | None] = [None] * len(chunk)
+    expected = dict.fromkeys(range(len(chunk)), 0)
+    while expected:
+        tried, expected = expected, {}
+        answered = await publisher.store_answered(event_type, _expecting(chunk, tried))
+        for place, answer in zip(tried, answered, strict=True):
+            if isinstance(answer, PubAck):
+                answers[place] = answer
+                continue
+            newest = await backend.message(stream, last_by_subject=chunk.subjects[place])
+            if newest is None:  # it was deleted just now
+                expected[place] = 0
+            elif is_marker(newest):  # the server counts what it says of the last message's end as the last message
+                expected[place] = newest.sequence
+            elif (newest.headers or {}).get(MESSAGE_ID) == chunk.message_ids[place]:
+                # An earlier attempt has stored it. The server checks the expected sequence before it checks the id.
+                answers[place] = PubAck(stream=stream, sequence=newest.sequence, duplicate=True)
+    return answers
+
+
+def _expecting(chunk: OutgoingChunk, expected: dict[int, int]) -> OutgoingChunk:
+    """Return some messages of a chunk, each with the sequence that the newest message of its topic must have."""
+    part = OutgoingChunk(
+        **{name: [getattr(chunk, name)[place] for place in expected] for name in chunk.__struct_fields__}
+    )
+    headers = [
+        {**(header or {}), EXPECTED_LAST: str(sequence)}
+        for header, sequence in zip(part.headers, expected.values(), strict=True)
+    ]
+    return structs.replace(part, headers=headers)
+
+
+class QueryBatch(Struct, frozen=True, kw_only=True):
+    """A micro-batch of a streaming query."""
+
+    query: str
+    """The query's id, which stays the same as long as its checkpoint does."""
+    number: int
+
+
+class QueryRecord:
+    """The record of when the stream was created in which a query's batches are stored, kept on the server.
+
+    Spark's checkpoint keeps nothing for a sink that is written in Python. So a query that is started again would find a
+    stream that was deleted and recreated, take it for its own, and leave out for good what its earlier batches had
+    stored. The record is made before the first rows of a query, and compared before those of each later batch. The
+    first batch records it again: nothing of the query was stored before.
+    """
+
+    def __init__(self, backend: Backend, batch: QueryBatch, *, stream: str, patience_seconds: float) -> None:
+        self._batch = batch
+        self._stream = stream
+        self._bucket = RetryingKeyValue(backend, bucket_of(stream), patience_seconds=patience_seconds, own=True)
+        self._key = key_of(batch.query)
+
+    async def created(self) -> str:
+        """Return when the stream of earlier batches was created; an empty text where none is recorded.
+
+        Raises `BackendError`.
+        """
+        entry = await self._bucket.get(self._key) if self._batch.number else None
+        return entry.value.decode() if entry else ""
+
+    async def store(self, created: str) -> None:
+        """Record when the stream of this batch was created. Raises `BackendError`."""
+        await self._bucket.put(self._key, created.encode())
+
+    def lost(self, *, then: str, now: str) -> DataLossError:
+        """Return the error of a query whose earlier batches are in a stream that is gone; `now` is empty where there is
+        none.
+        """
+        return DataLossError(
+            f"stream {self._stream} was deleted{f' and recreated at {now}' if now else ''}; earlier batches of "
+            f"query {self._batch.query} were stored in the one of {then}, and are gone with it. Write all of it again "
+            "with a new checkpoint (in foreachBatch also with another queryId); or, to go on without what is gone, "
+            f"delete the key {self._key} of the KV bucket {self._bucket.name}"
+        )

@@ -25,16 +25,7 @@ from aviso_workers.declare import outputs, resources
 from aviso_workers.declare.agents import Agent, Router
 from aviso_workers.errors import BackendError, UndecodableError, describe
 from aviso_workers.state import consumer_records, declarations
-from aviso_workers.state.kept import Kept
 
-KEPT = (
-    Kept(
-        bucket=consumer_records.BUCKET,
-        key=declarations.document_key("<app>"),
-        holds="the AsyncAPI document of the app, or why it is left out",
-        until="until `agents rm` of the app",
-    ),
-)
 MAX_BYTES = 128 * 1024
 """A larger document is left out: whoever looks at agents reads the whole bucket."""
 LEFT_OUT = "x-left-out"

@@ -18,20 +18,11 @@ from aviso_workers.config import Config, streams
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import DAY
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.state.kept import Kept
 from aviso_workers.state.own_streams import AUDIT
 
 SUBJECT = "aviso_workers.audit"
 KEPT_DAYS = 400
 MAX_RECORDS = 100_000
-KEPT = (
-    Kept(
-        stream=AUDIT,
-        key=SUBJECT,
-        holds="what an operator has done from the console: who, what, with which filter, and what came of it",
-        until=f"{KEPT_DAYS} days, {MAX_RECORDS:,} records at most",
-    ),
-)
 
 State = Literal["begun", "done", "stopped", "failed"]
 

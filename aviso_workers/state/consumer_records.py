@@ -40,19 +40,10 @@ from aviso_workers.jetstream.fields import Number, Seconds, Time
 from aviso_workers.jetstream.key_value import Entry, KeyValue
 from aviso_workers.jetstream.metadata import MAX_NOTED, FilterSubject
 from aviso_workers.state import bucket_names
-from aviso_workers.state.kept import Kept
 from aviso_workers.task_groups import asked_of_each
 
 BUCKET = bucket_names.bucket_of("<app>", "state")
-"""The bucket, as `KEPT` names it."""
-KEPT = (
-    Kept(
-        bucket=BUCKET,
-        key="<app>/<agent>/<stream>",
-        holds="how far the consumer of an agent has come (`ConsumerRecord`)",
-        until="until `agents rm`",
-    ),
-)
+"""The bucket, as texts name it."""
 FAILURE, RUN = NOTES = ("failure", "run")
 """What workers note for operators of an agent, a timer or a task, as the last part of its key."""
 PAUSE = "pause"
@@ -112,7 +103,7 @@ async def create_bucket(backend: Backend, app: str) -> None:
         await bucket(backend, app)
     except DeniedError as error:
         raise DeniedError(
-            f"{error}; the worker needs the permissions that `aviso-workers server render --role worker` prints"
+            f"{error}; the worker needs what `aviso-workers server render --role worker --app MODULE:APP` prints"
         ) from error
     except UnreadableStreamError:
         raise

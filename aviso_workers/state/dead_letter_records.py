@@ -26,7 +26,6 @@ from aviso_workers.jetstream import answers
 from aviso_workers.jetstream.fields import DAY
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.state import own_streams
-from aviso_workers.state.kept import Kept
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 SUBJECT = "aviso_workers.dead_letters"
@@ -34,20 +33,6 @@ RETRIES_SUBJECT = "aviso_workers.retries"
 RETRIES_KEPT_DAYS = 30
 RETRIES_ONCE_SECONDS = 3600
 """A retry that is broken off and repeated within this time is stored once."""
-KEPT = (
-    Kept(
-        stream=own_streams.of_app(DEAD_LETTERS, "<app>"),
-        key=f"{SUBJECT}.<app>.<agent>",
-        holds="a dead letter: the original's body, compressed if it is too large, and in headers what is known of it",
-        until="until it is retried or dropped",
-    ),
-    Kept(
-        stream=own_streams.of_app(RETRIES, "<app>"),
-        key=f"{RETRIES_SUBJECT}.<app>.<agent>",
-        holds="a dead letter that its agent is to handle again",
-        until=f"{RETRIES_KEPT_DAYS} days",
-    ),
-)
 RETRIED = "Aviso-Retried"
 """The header of what is tried again: which dead letter it was."""
 COMPRESSED = "Aviso-Compressed"

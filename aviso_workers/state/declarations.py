@@ -11,13 +11,10 @@ after a rollback, gets no second entry: its first one moves to the end.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,8 +34,7 @@ from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import Entry
-from aviso_workers.state import consumer_records
-from aviso_workers.state.kept import Kept
+from aviso_workers.state import code_versions, consumer_records
 from aviso_workers.version import __version__
 
 T = TypeVar("T")
@@ -52,14 +48,6 @@ MAX_VALUES, MAX_KEY, MAX_LEVELS = 10_000, 200, 8
 """Of a record's event types: the number of values in all entries, the characters of a key, and how deep they nest."""
 LOOK_SECONDS = 300.0
 """How often a worker looks whether what its app declares is still recorded."""
-KEPT = (
-    Kept(
-        bucket=consumer_records.BUCKET,
-        key=f"<app>/{END}, or <app>/{DEPLOYS}",
-        holds=f"what the code of the app declares (`AppDeclarations`), or its last {MAX_DEPLOYS} deploys (`Deploy`)",
-        until="until `agents rm` of the app",
-    ),
-)
 
 
 class AppDeclarations(Struct, frozen=True, kw_only=True):
@@ -103,16 +91,15 @@ async def record(
     backend: Backend, *, app: str, declared: Any, schema: Mapping[str, EventType], agents: Collection[Any]
 ) -> None:
     """Record what the app `declared` has. Where that fails, the next start does it: nothing depends on it."""
-    functions = [each.function for each in (*agents, *declared.timers, *declared.tasks)]
     found = AppDeclarations(
         time=clocks.utc_now(backend.clock),
         version=__version__,
-        modules=tuple(sorted({str(getattr(agent.function, "__module__", "")) for agent in agents} - {""})),
+        modules=tuple(code_versions.modules(*agents)),
         agents={agent.name: agent.event_type for agent in agents},
         timers={timer.name: timer.schedule.text for timer in declared.timers},
         tasks=tuple(task.name for task in declared.tasks),
         policies={agent.name: policy(schema, agent) for agent in agents},
-        code=_digests({str(getattr(function, "__module__", "")) for function in functions}),
+        code=code_versions.digests(code_versions.modules(*agents, *declared.timers, *declared.tasks)),
         event_types={
             name: node_of(schema[name], KeyPlace(rank=IN_PYTHON, line=0, source="")).resolved
             for name in sorted({*(agent.event_type for agent in agents), *(name for name, _ in declared.event_types)})
@@ -200,7 +187,7 @@ def deploys(entries: Iterable[Entry]) -> dict[str, tuple[Deploy, ...]]:
 
 def _noted(kept: tuple[Deploy, ...], known: AppDeclarations | None, found: AppDeclarations) -> tuple[Deploy, ...]:
     """Return the deploys with the one that is `found` at the end."""
-    fingerprint = _digest(msgspec.json.encode(structs.replace(found, time=datetime.min), order="sorted"))
+    fingerprint = code_versions.digest(msgspec.json.encode(structs.replace(found, time=datetime.min), order="sorted"))
     same = [each for each in kept if each.fingerprint == fingerprint]
     if same and kept[-1] in same:
         return kept
@@ -249,19 +236,6 @@ def _apart(was: str, is_: str) -> str:
         parts = [each for each in zip(was.split("; "), is_.split("; "), strict=True) if each[0] != each[1]]
         was, is_ = ("; ".join(each) for each in zip(*parts, strict=True))
     return f"{was} -> {is_}"
-
-
-def _digests(modules: Iterable[str]) -> dict[str, str]:
-    """Return the digests of the files of these modules, but for those that cannot be read, as in an archive."""
-    found = {}
-    for name in sorted(modules):
-        with suppress(OSError):
-            found[name] = _digest(Path(getattr(sys.modules.get(name), "__file__", None) or "").read_bytes())
-    return found
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
 
 
 def event_types(

@@ -27,31 +27,16 @@ from aviso_workers.errors import (
     RefusedError,
     UndecodableError,
 )
+from aviso_workers.jetstream.key_value import TTL
 from aviso_workers.jetstream.specs import SCHEDULES, StreamSpec
-from aviso_workers.state.kept import Kept
 
 SUBJECT = "aviso_workers.schedule"
-KEPT = (
-    Kept(
-        stream=f"{SCHEDULES}<stream>",
-        key=f"{SUBJECT}.<stream>.wait.<digest of the message id>",
-        holds="a notification that is to be published later",
-        until="until it is due",
-    ),
-    Kept(
-        stream=f"{SCHEDULES}<stream>",
-        key=f"{SUBJECT}.<stream>.due",
-        holds="a notification that is due",
-        until="until a worker has published it",
-    ),
-)
 READER = "schedule-courier"
 """The name of the subscriptions that publish what is due."""
 DURABLE = f"aviso_workers__{READER}"
 """One on each stream of what waits, for all apps, so that it does not matter whose workers run."""
 SCHEDULED_BY = "Nats-Scheduler"
 """The header that the server gives to what is due: the subject under which it waited."""
-TTL = "Nats-TTL"
 KEPT_TTL = "Aviso-TTL"
 """The header of one that waits: its time to live begins when it is delivered."""
 DIGEST_BYTES = 16

@@ -19,7 +19,6 @@ from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import TTL, ttl_text
 from aviso_workers.state import bucket_names
-from aviso_workers.state.kept import Kept
 from aviso_workers.state.orders import DECISION_SECONDS
 
 BESIDE_OTHERS = b"beside_others"
@@ -30,26 +29,6 @@ BEGAN_SUBJECT = "$KV.*.*.*.*.*.began"
 """The filter subject of the records that a handler has begun, in the bucket of any app."""
 KEPT_SECONDS = 7 * 86400.0
 """For how long a new bucket keeps an entry."""
-KEPT = (
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "failures"),
-        key="<agent>.<stream>.<sequence>.<store time>",
-        holds="how often a notification has failed",
-        until="7 days after the last failure, or twice as long as it waits",
-    ),
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "failures"),
-        key="<agent>.<stream>.<sequence>.<store time>.began",
-        holds="that a handler has begun with a notification that came again without a failure",
-        until="until it ends",
-    ),
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "failures"),
-        key=f"<agent>.<stream>.<sequence>.<store time>{DECIDED}",
-        holds="that a worker has taken a decision about the notification, and what became of it (`Taken`)",
-        until="an hour: for longer than the decision stands",
-    ),
-)
 Outcome = Literal["", "handled", "failed", "dead_letter", "skipped"]
 
 

@@ -23,20 +23,11 @@ from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Number, Time
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import consumer_records
-from aviso_workers.state.kept import Kept
 
 Kind = Literal["agents", "timers", "tasks"]
 WRITE_SECONDS = 5.0
 SLOW_WRITE = timedelta(seconds=2)
 """A write takes less: what was stored so much before or after it was written was written by a clock that is wrong."""
-KEPT = (
-    Kept(
-        bucket=consumer_records.BUCKET,
-        key=f"<app>/<agents, timers or tasks>/<name>/{consumer_records.FAILURE}",
-        holds="the last failure (`LastFailure`)",
-        until="until `agents rm`",
-    ),
-)
 
 
 class Retrying(Struct, frozen=True, kw_only=True):

@@ -22,16 +22,6 @@ from aviso_workers.errors import BackendError, NotFoundError, RefusedError, Unde
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.state import consumer_records
-from aviso_workers.state.kept import Kept
-
-KEPT = (
-    Kept(
-        bucket=consumer_records.BUCKET,
-        key="<app>/agents",
-        holds="the agents that the app has run, their streams and filters",
-        until="for ever",
-    ),
-)
 
 
 class _Known(Struct, frozen=True, order=True):

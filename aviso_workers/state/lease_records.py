@@ -7,24 +7,9 @@ from __future__ import annotations
 from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.state import bucket_names
-from aviso_workers.state.kept import Kept
 
 LEASE_SECONDS = 10.0
 LEADER, SLOTS = "leader", "slots"
-KEPT = (
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "leases"),
-        key=f"{LEADER}, or windows/<agent>",
-        holds="the worker that runs the timers of the leader, or closes windows",
-        until=f"{LEASE_SECONDS:g} s after it was renewed",
-    ),
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "leases"),
-        key=f"{SLOTS}/<agent>/<fields of by>/<their values>/<number>",
-        holds="the worker that has this slot for its calls; below `wanted`, a worker that waits for one",
-        until=f"{LEASE_SECONDS:g} s after it was renewed",
-    ),
-)
 
 
 def bucket_of(app: str) -> str:

@@ -9,18 +9,9 @@ from msgspec import Struct
 from aviso_workers.errors import InvalidKeyError
 from aviso_workers.jetstream.key_value import encode_key
 from aviso_workers.state import bucket_names
-from aviso_workers.state.kept import Kept
 
 KEPT_SECONDS = 2 * 86400
 """More than a token is leased ahead: what is forgotten has come to its end."""
-KEPT = (
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "limits"),
-        key="<agent>/<fields of by>/<their values>",
-        holds="up to when the calls of a limit are leased (`LeasedTokens`)",
-        until="2 days after the last lease",
-    ),
-)
 
 
 class LeasedTokens(Struct, frozen=True, kw_only=True):

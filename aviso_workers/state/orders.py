@@ -21,20 +21,9 @@ from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import Entry, KeyValue
 from aviso_workers.state import bucket_names
-from aviso_workers.state.kept import Kept
 
-BUCKET = bucket_names.bucket_of("<app>", "orders")
-"""The bucket, as `KEPT` names it."""
 DECISION_SECONDS = 3600.0
 """For how long a decision stands that no worker has carried out."""
-KEPT = (
-    Kept(
-        bucket=BUCKET,
-        key="<agent>.<stream>.<sequence>.<store time>",
-        holds="what a person has decided about a notification that is retried (`Decision`)",
-        until="an hour, or until the person knows what became of it",
-    ),
-)
 Decides = Literal["retry", "skip"]
 """What a person may decide: to try a notification again now, or to have it become a dead letter."""
 

@@ -1,6 +1,6 @@
 """In which buckets an app keeps its own state: the one list of them, by what the app declares, and by their names.
 
-`sessions.replicas` gives those that workers write the configured replicas, `ops.permissions` gives workers the right to
+`sessions.session` gives those that workers write the configured replicas, `ops.permissions` gives workers the right to
 use them, and the other tools of operators tell by their names what they are. Counters are in a stream of their own
 (`COUNTERS`).
 """

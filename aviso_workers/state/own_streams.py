@@ -7,8 +7,6 @@ A server's permissions bind whole names. So each app has streams of its own for 
 from __future__ import annotations
 
 from aviso_workers.backends import Admin
-from aviso_workers.jetstream.specs import UNREADABLE
-from aviso_workers.state.kept import Kept
 
 DEAD_LETTERS, COUNTERS = "aviso_workers_dead_letters", "aviso_workers_counters"
 RETRIES = "aviso_workers_retries"
@@ -16,17 +14,6 @@ RETRIES = "aviso_workers_retries"
 AUDIT = "aviso_workers_audit"
 """What operators have done from the console."""
 DRILL, DRILL_MIRROR = "aviso_workers_drill", "aviso_workers_drill_mirror"
-KEPT = (
-    Kept(
-        stream=UNREADABLE,
-        key="aviso_workers.unreadable",
-        holds="nothing: that it exists says that the server cannot read another stream that it has",
-        until="until the server is restarted",
-    ),
-    Kept(stream=DRILL, key="aviso_workers.drill.>", holds="what a drill publishes", until="until the drill ends"),
-    Kept(stream=DRILL_MIRROR, key="aviso_workers.drill.>", holds="its mirror", until="until the drill ends"),
-)
-"""Those that no other module of this package writes to."""
 
 
 def of_app(kind: str, app: str) -> str:

@@ -1,4 +1,4 @@
-"""Where Spark's streaming queries record the stream that their batches were stored in (`spark.query_records`).
+"""Where Spark's streaming queries record the stream that their batches were stored in (`spark.writers`).
 
 Each stream has a bucket of its own, because a server's permissions bind whole names.
 """
@@ -7,17 +7,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from aviso_workers.state.kept import Kept
-
 PREFIX = "aviso_workers_spark__"
-KEPT = (
-    Kept(
-        bucket=f"{PREFIX}<stream>",
-        key="<digest of the query's id>",
-        holds="when the stream was created in which the batches of a streaming query are stored",
-        until="until somebody deletes it",
-    ),
-)
 KEY_BYTES = 16
 
 

@@ -6,33 +6,11 @@ A counter's key is a subject, `aviso_workers.counters.<app>.<counter>.<key>`, wh
 from __future__ import annotations
 
 from aviso_workers.config import Config, streams
-from aviso_workers.declare.tables import PAGES
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.state import bucket_names, own_streams
-from aviso_workers.state.kept import Kept
 from aviso_workers.state.own_streams import COUNTERS
 
 COUNTERS_SUBJECT = "aviso_workers.counters"
-KEPT = (
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "table", "<table>"),
-        key="<key>",
-        holds="a value of a table",
-        until="until it is deleted, or its ttl is over",
-    ),
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "table", "<table>"),
-        key=f"{PAGES}<agent>.<digest of the key>.<number>",
-        holds="the notifications for which the key was updated once, older than those in its header",
-        until="31 days after the last",
-    ),
-    Kept(
-        stream=own_streams.of_app(COUNTERS, "<app>"),
-        key=f"{COUNTERS_SUBJECT}.<app>.<counter>.<key>",
-        holds="a counter",
-        until="until it is deleted",
-    ),
-)
 
 
 def counters_spec(app: str, config: Config) -> StreamSpec:

@@ -13,16 +13,6 @@ from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.state import bucket_names
-from aviso_workers.state.kept import Kept
-
-KEPT = (
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "timers"),
-        key="<timer>",
-        holds="the last tick that a leader has begun (`Claim`)",
-        until="for ever",
-    ),
-)
 
 
 def bucket_of(app: str) -> str:

@@ -19,30 +19,9 @@ from aviso_workers.aviso.codec import read_json
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import Entry
-from aviso_workers.state import consumer_records, orders
-from aviso_workers.state.kept import Kept
+from aviso_workers.state import consumer_records
 
 K = TypeVar("K")
-KEPT = (
-    Kept(
-        bucket=orders.BUCKET,
-        key=f"<app>/timers/<timer>/{consumer_records.PAUSE}",
-        holds="that a timer is paused, by whom and until when (`Pause`)",
-        until="until the timer is resumed, or `agents rm` of the app",
-    ),
-    Kept(
-        bucket=orders.BUCKET,
-        key=f"<app>/timers/all/{consumer_records.RUN}",
-        holds="the last run of each timer that somebody has asked for (`Run`)",
-        until="until `agents rm` of the app",
-    ),
-    Kept(
-        bucket=consumer_records.BUCKET,
-        key=f"<app>/timers/all/{consumer_records.RUN}",
-        holds="the last run of each timer that a worker has taken, and what became of it (`Run`)",
-        until="until `agents rm` of the app",
-    ),
-)
 VOID_SECONDS = 60.0
 """A run that no worker has taken within this time is void: nobody wants it to come later."""
 

@@ -24,18 +24,9 @@ from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
 from aviso_workers.jetstream.metadata import MAX_NOTED, Version
 from aviso_workers.state import consumer_records
-from aviso_workers.state.kept import Kept
 
 MAX_HEARD = 2**32
 """More often than a version says that it lives."""
-KEPT = (
-    Kept(
-        bucket=consumer_records.BUCKET,
-        key="<app>/<agent>/<stream>/versions",
-        holds="the versions of the agent whose workers read its consumer (`Registered`)",
-        until="until `agents rm`; a version until 5 minutes after its last heartbeat",
-    ),
-)
 
 
 class Registered(Struct, frozen=True, kw_only=True):

@@ -29,7 +29,6 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream.key_value import Entry, decode_key, encode_key
 from aviso_workers.state import bucket_names
-from aviso_workers.state.kept import Kept
 
 EARLIEST, LATEST = -30_610_224_000, 253_370_764_800
 """Seconds since 1970 UTC: the beginnings of the years 1000 and 9999. No window of a notification ends outside of them,
@@ -38,26 +37,6 @@ NO_KEY = "="
 """Of windows without keys. No key is spelled like this."""
 PROGRESS, PAGES = "=passed", "=counted."
 """What no key of an author's is spelled like."""
-KEPT = (
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "windows", "<agent>"),
-        key=f"<key>, or {NO_KEY}",
-        holds="the open windows of a key, and the newest notifications counted in them (`declare.windows.KeyState`)",
-        until="a day after its last window was done",
-    ),
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "windows", "<agent>"),
-        key=PROGRESS,
-        holds="what is known for all keys (`declare.windows.WindowProgress`)",
-        until="for ever",
-    ),
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "windows", "<agent>"),
-        key=f"{PAGES}<number>",
-        holds="older notifications that were counted and are not settled (`declare.seen.SeenPage`)",
-        until="until all before them are settled",
-    ),
-)
 
 
 class KeptWindow(Struct, frozen=True, kw_only=True):

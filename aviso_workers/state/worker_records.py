@@ -1,8 +1,9 @@
 """The worker processes that live, as each of them has said of itself: where it runs, what it handles, and what hinders
-it.
+it; and those that were killed or cut off within a day.
 
-Each app has them in a bucket, which forgets what is not put again. A worker puts its record again and again
-(`sessions.worker_recorder`). Nothing depends on it: a worker without the right works as ever, and is not listed.
+Each app has them in a bucket. A worker puts its record again and again (`sessions.worker_recorder`), and says so when
+it ends in order. So one that says nothing for `LIVES_SECONDS` was killed, or cut off from the servers; the bucket
+forgets each after a day. Nothing depends on it: a worker without the right works as ever, and is not listed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,13 @@ from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Number, Said, Seconds, Time
 from aviso_workers.state import bucket_names
-from aviso_workers.state.kept import Kept
 from aviso_workers.task_groups import asked_of_each
 
 WRITE_SECONDS = 30.0
-TTL_SECONDS = 3 * WRITE_SECONDS
+LIVES_SECONDS = 3 * WRITE_SECONDS
+"""A worker that has said nothing for so long does not live any more."""
+TTL_SECONDS = 86_400.0
 MOST_HINDRANCES = 1000
-KEPT = (
-    Kept(
-        bucket=bucket_names.bucket_of("<app>", "live"),
-        key="<host>.<process>.<number>",
-        holds="that a worker process lives, what it handles, and what hinders it (`WorkerRecord`)",
-        until=f"until the worker ends, or {TTL_SECONDS:g} s after it was renewed",
-    ),
-)
 
 
 class AtWork(Struct, frozen=True, kw_only=True):
@@ -77,6 +71,8 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
     """Its name in its fleet; empty where it is in none."""
     version: str
     """Of aviso-workers."""
+    code: Said = ""
+    """Which code of its app it runs, as `code_versions.of_app` returns it; empty where that is not known."""
     started: Time
     """By the server's clock, as `stored` returns it; in the bucket by the worker's own."""
     age_seconds: float
@@ -90,10 +86,28 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
     """None of a worker of an older version, which does not say this, nor what the oldest that it holds waits for."""
     timers: tuple[str, ...] | None = None
     """The timers that it runs while it leads, or always; None of a worker of an older version."""
+    ended: bool = False
+    """Whether it has ended in order. It then says nothing of its agents."""
+    key: str = ""
+    """Its key in the bucket, as `stored` returns it."""
+
+    @property
+    def name(self) -> str:
+        return self.member or f"{self.host}/{self.process}"
 
     def since(self, seconds: float) -> datetime:
         """Return when something began, by the server's clock, that was so for so long when this was put."""
         return (self.said or self.started) - timedelta(seconds=seconds)
+
+
+class AppWorkers(Struct, frozen=True):
+    """The workers of an app that have recorded themselves."""
+
+    living: tuple[WorkerRecord, ...] = ()
+    lost: tuple[WorkerRecord, ...] = ()
+    """Those that were killed or cut off."""
+    ended: tuple[WorkerRecord, ...] = ()
+    """Those that have ended in order within a day."""
 
 
 def bucket_of(app: str) -> str:
@@ -101,22 +115,26 @@ def bucket_of(app: str) -> str:
     return bucket_names.bucket_of(app, "live")
 
 
-async def stored(admin: Admin) -> dict[str, list[WorkerRecord]]:
-    """Return the workers that live, by app. Raises `BackendError`."""
+async def stored(admin: Admin) -> dict[str, AppWorkers]:
+    """Return the workers of all apps, by app. Raises `BackendError`."""
     found = await asked_of_each(await bucket_names.apps_with(admin, "live"), partial(of_app, admin))
-    return {app: workers for app, workers in found.items() if workers}
+    return {app: workers for app, workers in found.items() if workers.living or workers.lost}
 
 
-async def of_app(admin: Admin, app: str) -> list[WorkerRecord]:
-    """Return the workers of an app that live. Raises `BackendError`."""
+async def of_app(admin: Admin, app: str) -> AppWorkers:
+    """Return the workers of an app. Raises `BackendError`."""
     bucket = await open_existing(admin, bucket_of(app), ttl_seconds=TTL_SECONDS, own=True)
     if bucket is None:
-        return []
+        return AppWorkers()
     now = await bucket.time()
     entries = sorted(await bucket.entries(), key=lambda each: each.key)
-    # One that is older is of a worker that was killed, in a bucket that somebody else has made, without an age.
-    lately = [each for each in entries if (now - each.time).total_seconds() <= TTL_SECONDS]
-    return [record for each in lately if (record := _read(each)) is not None]
+    found = [((now - each.time).total_seconds(), record) for each in entries if (record := _read(each)) is not None]
+    return AppWorkers(
+        living=tuple(each for silent, each in found if silent <= LIVES_SECONDS and not each.ended),
+        # Somebody else may have made the bucket, without an age.
+        lost=tuple(each for silent, each in found if LIVES_SECONDS < silent <= TTL_SECONDS and not each.ended),
+        ended=tuple(each for _, each in found if each.ended),
+    )
 
 
 def _read(entry: Entry) -> WorkerRecord | None:
@@ -125,4 +143,4 @@ def _read(entry: Entry) -> WorkerRecord | None:
         started = entry.time - timedelta(seconds=record.age_seconds)
     except (UndecodableError, OverflowError):
         return None  # of a version that writes another one, or not ours
-    return structs.replace(record, said=entry.time, started=started)
+    return structs.replace(record, said=entry.time, started=started, key=entry.key)

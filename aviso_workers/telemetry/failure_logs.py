@@ -18,8 +18,7 @@ import anyio
 
 from aviso_workers.errors import AvisoWorkersError, describe, frames_of_author, raised_at, text_of
 from aviso_workers.events import UNAVAILABLE, Event, Failed, Many, OutageBegan, OutageEnded, WindowDone, all_kinds
-from aviso_workers.telemetry.logs import log
-from aviso_workers.telemetry.tracebacks import loggable
+from aviso_workers.telemetry.logs import log, loggable
 
 OBSERVED: tuple[type[Event], ...] = (*(kind for kind in all_kinds() if kind.many is not None), OutageBegan, OutageEnded)
 """The facts that `FailureLog.observe` is for."""

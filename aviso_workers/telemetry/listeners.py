@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -19,17 +22,18 @@ from aviso_workers.clocks import Clock
 from aviso_workers.config.settings import Status
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, text_of
-from aviso_workers.events import Events
+from aviso_workers.events import WORKER, Event, Events, Hindrance
+from aviso_workers.sessions import hindrances
 from aviso_workers.sessions.session import Session
-from aviso_workers.telemetry import blocked_loop, failure_logs, logs, metrics, readiness
+from aviso_workers.telemetry import failure_logs, logs, metrics
 from aviso_workers.telemetry.failure_logs import FailureLog
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.metrics import Measurable, Metrics, Missed
-from aviso_workers.telemetry.readiness import Readiness
-from aviso_workers.telemetry.status import StatusServer
+from aviso_workers.telemetry.status import Health, StatusServer
 
 if TYPE_CHECKING:
     from aviso_workers.telemetry.lineage import LineageReporter
+
 
 LAG_SECONDS = 2.0
 """How often the lag of each agent is asked for; less often where there are many agents."""
@@ -37,6 +41,10 @@ MAX_ASKED_PER_SECOND = 40
 """How many such requests are made in a second at most, for all agents together."""
 MISSED_SECONDS = 60.0
 """How often a line on missed notifications is written at most, for each agent."""
+BLOCKED_SECONDS = 2.0
+"""A loop that is so late is told of. Nothing of ours takes so long, and another process may take the core for as long
+as a second."""
+LOOK_SECONDS = 0.5
 
 
 class Observable(Measurable, Protocol):
@@ -89,7 +97,7 @@ class Listeners:
         cancelled.
         """
         health = self.readiness.health
-        with blocked_loop.watched(health, self._agents):
+        with loop_watched(health, self._agents):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(health.keep_turning)
                 tasks.start_soon(self.failures.keep_counting)
@@ -119,7 +127,7 @@ def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
         stack.enter_context(app.events.heard_by(listeners.failures.observe, *failure_logs.OBSERVED))
         if status is not None and listeners.metrics is not None:
             stack.enter_context(app.events.heard_by(listeners.metrics.observe, *metrics.OBSERVED))
-            stack.enter_context(app.events.heard_by(listeners.readiness.observe, *readiness.OBSERVED))
+            stack.enter_context(app.events.heard_by(listeners.readiness.observe, *hindrances.OBSERVED))
             port = StatusServer(
                 host=status.host,
                 port=status.port,
@@ -182,3 +190,77 @@ async def _measure_lag(
             found = metrics.lag(agent.name, await session.consumer_info(agent))
         missed.observe(agent.name, found)
         await session.backend.clock.sleep(wait)
+
+
+@contextmanager
+def loop_watched(health: Health, agents: Iterable[Agent[Any, Any]]) -> Iterator[None]:
+    """Log a warning, once, each time that the event loop of this thread is blocked while the block runs.
+
+    The warning says by which agent, and at which line of its function. A blocked loop cannot log anything itself, so a
+    thread looks at it.
+    """
+    names = {code: agent.name for agent in agents if (code := getattr(agent.function, "__code__", None))}
+    ended = threading.Event()
+    watch = threading.Thread(
+        target=_watch, args=(health, names, threading.get_ident(), ended), name="blocked-loop", daemon=True
+    )
+    watch.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watch.join()
+
+
+def _watch(health: Health, names: Mapping[CodeType, str], thread: int, ended: threading.Event) -> None:
+    told = False
+    while not ended.wait(LOOK_SECONDS):
+        seconds = health.blocked_seconds()
+        if seconds < BLOCKED_SECONDS:
+            told = False
+        elif not told:
+            told = True
+            frame = sys._current_frames().get(thread)
+            if frame is not None:
+                log.warning("loop.blocked", seconds=round(seconds, 1), **_where(frame, names))
+
+
+def _where(innermost: FrameType, names: Mapping[CodeType, str]) -> dict[str, str]:
+    """Return the agent whose function is running, and the line at which it is; else the line that is run."""
+    frame: FrameType | None = innermost
+    while frame is not None and frame.f_code not in names:
+        frame = frame.f_back
+    found = innermost if frame is None else frame
+    line = f"{found.f_code.co_filename}:{found.f_lineno}"
+    cure = "await something that does not block, or declare the agent as a plain def, which runs in a thread"
+    return {"line": line} if frame is None else {"agent": names[frame.f_code], "line": line, "cure": cure}
+
+
+class Readiness:
+    """Ready means that nothing hinders the worker (`sessions.hindrances`), and nobody stops it."""
+
+    def __init__(self, agents: Iterable[Agent[Any, Any]]) -> None:
+        self.health = Health()
+        self._hindrances = hindrances.Hindrances(agent.name for agent in agents)
+        self._stopping = False
+        self._say()
+
+    def observe(self, event: Event) -> None:
+        """Note what hinders the worker, or does so no more; the observer of those that are `hindrances.OBSERVED`."""
+        self._hindrances.observe(event)
+        self._say()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._say()
+
+    def _say(self) -> None:
+        said = self._hindrances.found
+        unready = [_text(each) for each in said if not each.is_ready]
+        self.health.unready = ["stopping", *unready] if self._stopping else unready
+        self.health.notes = [_text(each) for each in said if each.is_ready]
+
+
+def _text(hindrance: Hindrance) -> str:
+    text = hindrance.text or ""
+    return text if hindrance.agent == WORKER else f"agent {hindrance.agent}: {text}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grimp
 
-from aviso_workers.cli.panels import COMMANDS
+from aviso_workers.cli import COMMANDS
 
 __all__ = ["PROJECT", "Modules", "changed"]
 

@@ -1,7 +1,8 @@
 """Writes the reference of the doctor's checks in docs/operations/checks.md, from what the checks declare.
 
 `PYTHONPATH=scripts .venv/bin/python -m _docs.checks` writes it. It is a page of docs/, and is not
-made with the site as the other references are, because reports and errors name its headings.
+made with the site as the other references are, because reports and errors name its headings. It leaves out why a check
+matters and its cure, which the doctor prints with each finding.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "operations" / "checks.md"
 BEGIN = "\n## JS001\n"
 OPTIONS: dict[Need, str] = {"agents": "--app", "backups": "--backups", "monitoring": "--monitor"}
 """The options that give a check what it needs."""
-NAMES = {name: name.upper() for name in ("stream", "consumer", "place", "app", "agent")}
-"""What a cure has in place of the names of a finding."""
 
 
 def reference() -> str:
@@ -35,11 +34,8 @@ def with_reference(page: str) -> str:
 def _section(check: Check) -> Iterator[str]:
     yield f"## {check.code}"
     first, *others = inspect.cleandoc(check.judge.__doc__ or "").split("\n\n")
-    yield " ".join(filter(None, (f"**{check.title}.**", _when(check), check.why, _line(first))))
+    yield " ".join(filter(None, (f"**{check.title}.**", _when(check), _line(first))))
     yield from map(_line, others)
-    yield f"Cure: {check.cure.format_map(NAMES)}"
-    if check.cure_of_others:
-        yield f"Cure for streams of no event type: {check.cure_of_others.format_map(NAMES)}"
 
 
 def _when(check: Check) -> str:

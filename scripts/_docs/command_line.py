@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from aviso_workers import cli
-from aviso_workers.cli.panels import PANELS
+from aviso_workers.cli import PANELS
 
 HEAD = """# Command-line reference
 

@@ -12,7 +12,7 @@ from aviso_workers import errors, spark, testing
 HEAD = """# Python reference
 
 What the public modules export, with their docstrings. [Public names](../public-names.md) says what keeps its meaning
-between releases, and lists the names in one line each.
+between releases.
 """
 MODULES = (aviso_workers, errors, testing, spark)
 LONGEST = 88

@@ -7,7 +7,7 @@ beside its tests. Names in texts count where they are an import statement of a p
 `monkeypatch.setattr` takes it. An attribute with an underscore of anything but `self` counts as private, and so does
 `session`, which leads from an `App` to the engine.
 
-Public is what docs/public-names.md has in its tables, the facts that a `Harness` hands out, the command line, for
+Public is what docs/public-names.md lists, the facts that a `Harness` hands out, the command line, for
 which `cli.main` stands, and `PLUMBING`. Two things are not seen: other attributes of values whose type is private,
 such as those of `App.config`, and the names in a program that a test starts as a file. Each function counts once,
 however many cases it has.
@@ -104,8 +104,8 @@ def _public_names() -> frozenset[str]:
     for part in page.split("\n## "):
         for title, modules in SECTIONS.items():
             if part.startswith(title):
-                rows = re.findall(r"^\| `(\w+)` \|", part, re.M)
-                names |= {f"{module}.{row}" for module in modules for row in rows} | set(modules)
+                listed = re.findall(r"`(\w+)`", part.split("\n\n")[1])
+                names |= {f"{module}.{name}" for module in modules for name in listed} | set(modules)
     return frozenset(names)
 
 

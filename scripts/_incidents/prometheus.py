@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ from typing import Any
 import yaml
 
 from _demo.children import is_ready
+from aviso_workers import http_answers
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "config/prometheus-rules.yml"
 LOOK = "500ms"
 ANSWER_SECONDS = 20.0
+MAX_BYTES = 1 << 24
 
 
 class Prometheus:
@@ -119,8 +120,14 @@ class Prometheus:
     def _ask_for(self, path: str) -> Any:
         """Return what it answers; None where it does not."""
         try:
-            with urllib.request.urlopen(f"{self._url}{path}", timeout=ANSWER_SECONDS) as answer:
-                return json.loads(answer.read())["data"]
+            answer = http_answers.read(
+                f"{self._url}{path}",
+                seconds=ANSWER_SECONDS,
+                silent_seconds=ANSWER_SECONDS,
+                max_bytes=MAX_BYTES,
+                near=True,
+            )
+            return json.loads(answer)["data"]
         except OSError:
             return None
 

@@ -94,8 +94,9 @@ def two_servers_killed(scene: Scene) -> Iterator[None]:
 
 @situation(
     "The only worker is killed",
-    state=r"no worker: \d+ wait, and no worker runs",
+    state=r"no worker: \d+ wait, and no worker runs(; worker \S+: lost: killed or cut off at TIME, on \S+)?",
     fails=["JS058"],
+    passing=["JS080"],
     readyz=DOWN,
     livez=DOWN,
     alerts=["AvisoWorkerDown", "AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
@@ -356,8 +357,8 @@ def too_few_workers(scene: Scene) -> Iterator[None]:
     fails=["JS058"],
     readyz="503 cannot lead, for lack of bucket .*_leases: .*",
     alerts=["AvisoLeaderHindered", "AvisoWorkerNotReady", "AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
-    cure="Grant the subject that `/readyz` and `leader.hindered` name (`aviso-workers server render --role worker`), "
-    "and reload the servers",
+    cure="Grant the subject that `/readyz` and `leader.hindered` name (`aviso-workers server render --role worker "
+    "--app MODULE:APP`), and reload the servers",
 )
 def right_taken_away(scene: Scene) -> Iterator[None]:
     scene.publish(SOME)

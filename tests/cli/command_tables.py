@@ -11,7 +11,7 @@ from rich.console import Console
 from aviso_workers.aviso.codec import Message
 from aviso_workers.cli import agents, backup, consumers, dead_letters, report, streams, streams_policy
 from aviso_workers.cli import server as server_commands
-from aviso_workers.cli.tables import table
+from aviso_workers.cli.output import table
 from aviso_workers.ops.agent_report import AgentRow
 from aviso_workers.ops.inventory import ResourceUse
 from aviso_workers.ops.mirrors import Link

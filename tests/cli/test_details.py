@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aviso_workers.aviso.literals import SECOND
-from aviso_workers.cli import details
+from aviso_workers.cli import output
 from aviso_workers.jetstream.info import Cluster, Replica
 
 
@@ -15,7 +15,7 @@ def test_a_follower_is_told_with_when_it_was_heard_of() -> None:
         Replica(name="n4", current=False, active=SECOND, lag=12),
         Replica(name="n5", current=False, offline=True, active=60 * SECOND, lag=99),
     )
-    shown = list(details.replicas(Cluster(name="C", leader="n1", replicas=followers)))
+    shown = list(output.replicas(Cluster(name="C", leader="n1", replicas=followers)))
     assert shown == [
         ("cluster", "C"),
         ("leader", "n1"),
@@ -27,4 +27,4 @@ def test_a_follower_is_told_with_when_it_was_heard_of() -> None:
 
 
 def test_a_server_by_itself_has_no_followers() -> None:
-    assert list(details.replicas(Cluster())) == []
+    assert list(output.replicas(Cluster())) == []

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-from aviso_workers import cli
 from aviso_workers.ops.doctor.checks import CHECKS
 from tests.cli.conftest import Ran
 
@@ -218,18 +216,6 @@ async def derive(notification: Notification) -> Notify: ...
     ran = run("doctor", *QUICK, "--app", "derived:app")
     assert "WARN JS009 MARS: duplicate_window 2m, and agent derive retries for up to 1320 s" in ran.lines
     assert "KV_" not in ran.out, "nothing is made"
-
-
-def test_the_commands_that_cures_name_exist() -> None:
-    known = typer.main.get_command(cli.command)
-    for told in CHECKS:
-        for words in re.findall(r"`aviso-workers ([^`]*)`", told.cure):
-            command = known
-            for word in words.split():
-                if not (commands := getattr(command, "commands", {})):
-                    break
-                assert word in commands, f"{told.code}: aviso-workers {words}"
-                command = commands[word]
 
 
 def check(code: str):  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from aviso_workers.cli.panels import COMMANDS
+from aviso_workers.cli import COMMANDS
 from tests.cli import command_line
 
 KEPT = Path(__file__).parents[1] / "data" / "help.txt"

@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig, StreamSource
 
 from aviso_workers import cli
-from aviso_workers.cli.panels import COMMANDS
+from aviso_workers.cli import COMMANDS
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
 from tests.commands import Command

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from aviso_workers import cli
 from aviso_workers.cli import output
-from aviso_workers.cli.tables import table
+from aviso_workers.cli.output import table
 from aviso_workers.errors import RefusedError
 from aviso_workers.ops.agent_report import AgentRow
 from aviso_workers.ops.inventory import ResourceUse

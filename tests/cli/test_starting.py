@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aviso_workers import cli
-from aviso_workers.cli.panels import COMMANDS, SUMMARIES
+from aviso_workers.cli import COMMANDS, SUMMARIES
 from tests.cli.conftest import Ran
 
 IMPORTED_BY = """
@@ -30,7 +30,7 @@ def imported_by(*arguments: str) -> set[str]:
 def test_a_command_does_not_import_the_others() -> None:
     prefix = "aviso_workers.cli."
     imported = {name.removeprefix(prefix) for name in imported_by("worker", "--help") if name.startswith(prefix)}
-    assert imported == {"options", "panels", "targets", "worker"}
+    assert imported == {"options", "targets", "worker"}
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
@@ -62,13 +62,11 @@ def test_every_module_that_declares_commands_is_in_the_table() -> None:
         "__init__",
         "arguments",
         "completion",
-        "confirmation",
-        "details",
         "identity",
         "options",
         "output",
     }
-    without_commands |= {"progress", "signals", "tables", "targets"}
+    without_commands |= {"progress", "signals", "targets"}
     without_commands |= {"backup_cleanse", "backup_sets"}  # parts of `backup`
     assert {name for modules in COMMANDS.values() for name in modules} == declaring - without_commands
 

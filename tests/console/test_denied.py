@@ -66,7 +66,7 @@ LACKS = {
     "streams": [
         Lack("STREAM.LIST", (*OVERVIEW, "/streams", "/doctor"), ("/streams",)),
         Lack("STREAM.NAMES", (*OVERVIEW, LETTERS, "/streams", "/doctor"), (*RECORDS, LETTERS)),
-        Lack("STREAM.INFO.MARS", OVERVIEW),
+        Lack("STREAM.INFO.MARS", ()),
         Lack("STREAM.MSG.GET.MARS", (TRAIL,), (TRAIL,)),
         Lack("INFO", ("/doctor",)),
     ],

@@ -29,12 +29,13 @@ from aviso_workers.ops import agent_control, timer_control
 from aviso_workers.server import NatsServer
 from aviso_workers.sessions import worker_recorder
 from aviso_workers.state import consumer_records, declarations, worker_records
-from aviso_workers.state.worker_records import AtWork, WorkerRecord
+from aviso_workers.state.worker_records import AppWorkers, AtWork, WorkerRecord
 from aviso_workers.testing import Harness, harness
 from aviso_workers.version import __version__
 from tests.agent_looks import looked
 from tests.console.conftest import READER, Served, confirmed, publish, served, shown, text_of
 from tests.contract.settings import mars
+from tests.ops import health_facts
 from tests.waits import PATIENCE_SECONDS, stand_still
 
 pytestmark = pytest.mark.anyio
@@ -241,7 +242,8 @@ async def test_workers_are_listed_with_what_they_handle(
     async with harness(app, server=nats_server.url, workers=2), console.client() as client:
         await publish(app, 1)
         await begun.wait()
-        page = await shown(client, "/agents/field-index/waits", f"{here} – {__version__}", " MB 1 of 3 ", " MB 0 of 3 ")
+        states = (f"{here} ready – ", f" {__version__} ", " MB 1 of 3 ", " MB 0 of 3 ")
+        page = await shown(client, "/agents/field-index/waits", *states)
         assert "standby" not in page
         await shown(client, "/agents?q=waits", "waits MARS working ", " 1 1 of 6 2 ")
         forever.set()
@@ -257,11 +259,40 @@ async def test_the_page_of_an_app_lists_its_workers_also_where_it_has_no_agent(
     async def look() -> None:
         await anyio.sleep_forever()
 
-    here = f"Workers worker in a fleet aviso-workers started memory in flight said {socket.gethostname()}:{os.getpid()}"
+    head = "Workers worker state in a fleet version aviso-workers started memory in flight said"
+    here = f"{head} {socket.gethostname()}:{os.getpid()} ready"
     async with tasks.running(), console.client() as client:
         assert re.search(r" [kM]B – ", await shown(client, "/apps/only-tasks", here))
         await shown(client, "/apps/field-index", here, "B 0 of 3 ")
         await shown(client, "/apps", "– – look 1", "field-index", " – 1")
+
+
+async def test_workers_that_are_lost_and_two_versions_are_shown(
+    console: Served, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = datetime.now(UTC)
+
+    def worker(name: str, code: str, said: timedelta) -> WorkerRecord:
+        found = health_facts.worker(name)
+        return structs.replace(found, code=code, said=now - said, started=now - timedelta(hours=2), key=f"h.1.{name}")
+
+    none = timedelta(0)
+    gone = worker("w3", "v1", timedelta(hours=1))
+    workers = AppWorkers(living=(worker("w1", "v1", none), worker("w2", "v2", none)), lost=(gone,))
+
+    async def stored(admin: Admin) -> dict[str, AppWorkers]:
+        return {"field-index": workers}
+
+    monkeypatch.setattr(worker_records, "stored", stored)
+    versions, lost = "2 versions run: v1 on w1, v2 on w2", "killed or cut off at "
+    async with console.client() as client:
+        said = (f"field-index: all workers: several versions: {versions}", f"worker w3: lost: {lost}")
+        await shown(client, "/", "2 workers and apps need you", "Workers in trouble", *said)
+        await shown(client, "/apps", f"field-index {__version__}", f" 2 several versions {versions}")
+        page = await shown(
+            client, "/apps/field-index", f"Workers several versions {versions}. Finish", "host:1 ready w1 v1"
+        )
+        assert re.search(rf"host:1 lost {lost}\S+, on host w3 v1", page)
 
 
 async def test_ages_are_by_the_servers_clock(
@@ -590,11 +621,14 @@ async def test_a_snapshot_looks_at_each_worker_once_however_many_agents_there_ar
 
     stored = worker_records.stored
 
-    async def counted(admin: Admin) -> dict[str, list[WorkerRecord]]:
+    async def counted(admin: Admin) -> dict[str, AppWorkers]:
         nonlocal snapshots
         snapshots += 1
         found = await stored(admin)
-        return {of: [structs.replace(each, agents=Handled(each.agents)) for each in found[of]] for of in found}
+        return {
+            of: AppWorkers(tuple(structs.replace(each, agents=Handled(each.agents)) for each in found[of].living))
+            for of in found
+        }
 
     monkeypatch.setattr(worker_records, "stored", counted)
     async with console.client() as client:

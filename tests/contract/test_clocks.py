@@ -93,7 +93,7 @@ async def test_what_workers_record_of_themselves_has_the_servers_time(
                 await t.advance(0.5)
         recorded = await agent_inventory.recorded(admin)
         declared = (await declarations.stored(admin))["contract"]
-    (worker,) = workers["contract"]
+    (worker,) = workers["contract"].living
     said = {
         "started": worker.started,
         "said": worker.said,

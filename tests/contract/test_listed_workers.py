@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,9 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, RetryPolicy
+from aviso_workers.ops import agent_report, snapshots, worker_health
 from aviso_workers.state import declarations, worker_records
+from aviso_workers.state.worker_records import WorkerRecord
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
@@ -24,14 +27,15 @@ from tests.waits import PATIENCE_SECONDS
 pytestmark = pytest.mark.anyio
 
 BUCKET, OF_WORKERS = "contract__state", "contract__live"
-TTL_SECONDS = 90
+LIVES_SECONDS, TTL_SECONDS = 90, 86_400
 Records = Callable[[dict[str, dict[str, Any]]], Any]
 
 
 async def records(t: Harness) -> dict[str, dict[str, Any]]:
-    """The records of the workers, by their keys."""
-    found = await (await t.app.key_value(OF_WORKERS)).entries()
-    return {entry.key: json.loads(entry.value) for entry in found}
+    """The records of the workers that have not ended in order, by their keys."""
+    entries = await (await t.app.key_value(OF_WORKERS)).entries()
+    found = {entry.key: json.loads(entry.value) for entry in entries}
+    return {key: record for key, record in found.items() if not record.get("ended")}
 
 
 async def recorded(t: Harness, fits: Records) -> dict[str, dict[str, Any]]:
@@ -148,7 +152,7 @@ async def test_another_worker_says_soon_that_it_works_where_the_one_before_was_k
     assert set(now) - {before}
 
 
-async def test_a_worker_that_ends_takes_its_record_back_and_a_killed_one_does_not(app: App, url: str | None) -> None:
+async def test_a_worker_that_ends_says_so_and_a_killed_one_does_not(app: App, url: str | None) -> None:
     @app.agent("mars")
     async def index(notification: Notification[Any]) -> None:
         pass
@@ -161,8 +165,83 @@ async def test_a_worker_that_ends_takes_its_record_back_and_a_killed_one_does_no
         await t.stop()
         await recorded(t, lambda found: found.keys() == first.keys())
         if url is None:  # a server's own time is real
-            await t.advance(TTL_SECONDS + 1)
+            admin = t.app.session.admin
+            assert len((await worker_records.of_app(admin, "contract")).living) == 1
+            await t.advance(LIVES_SECONDS + 1)
+            found = await worker_records.of_app(admin, "contract")
+            assert (found.living, [each.key for each in found.lost]) == ((), [*first])
+            await t.advance(TTL_SECONDS)
             assert await records(t) == {}
+
+
+async def test_a_worker_that_was_cut_off_or_killed_is_told_until_it_is_back_or_another_one_starts(app: App) -> None:
+    """In virtual time; `tests/cli/test_workers.py` has processes."""
+    if app.config.notification_backend.kind != "in_memory":
+        pytest.skip("it takes minutes")
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        pass
+
+    async def said(t: Harness) -> list[tuple[str, bool]]:
+        now = await snapshots.take(t.app.session.admin)
+        return [(row.state, row.needs) for row in agent_report.workers_in_trouble(now)]
+
+    async with harness(app, workers=2) as t:
+        await recorded(t, lambda found: len(found) == 2)
+        t.disconnect(0)
+        await t.advance(LIVES_SECONDS + 1)
+        assert await said(t) == [("lost", False)], "it may come back"
+        await t.advance(LIVES_SECONDS)
+        assert await said(t) == [("lost", True)]
+        t.reconnect()
+        await t.advance(5)
+        assert await said(t) == [], "it says at once that it lives"
+        await t.crash()  # which starts another one
+        await t.advance(3 * LIVES_SECONDS)
+        assert await said(t) == []
+        assert [len(each) for each in await of_app(t)] == [2, 1]
+        await t.stop()
+        assert [len(each) for each in await of_app(t)] == [0, 1], "the others have taken their records back"
+
+
+async def of_app(t: Harness) -> tuple[tuple[WorkerRecord, ...], tuple[WorkerRecord, ...]]:
+    """The workers that live and those that were lost."""
+    found = await worker_records.of_app(t.app.session.admin, "contract")
+    return found.living, found.lost
+
+
+async def test_two_versions_are_told_once_they_run_for_longer_than_a_deploy_takes(
+    kind: str, nats_url: str, url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> App:
+        app = App("contract", config=app_config(kind, nats_url), version=name)
+
+        @app.agent("mars")
+        async def index(notification: Notification[Any]) -> None:
+            pass
+
+        return app
+
+    async with harness(version("v1"), server=url) as t:
+        await recorded(t, bool)
+        await t.advance(1)
+        await t.deploy(version("v2"), beside=True)
+        await recorded(t, lambda found: len(found) == 2)
+        now = await snapshots.take(t.app.session.admin)
+        assert isinstance(now.workers, dict)
+        calm = worker_health.of_app(now.workers["contract"], now=now.recorded.time)
+        here = f"{socket.gethostname()}/{os.getpid()}"
+        assert (calm.state, calm.why) == ("deploying", f"2 versions run: v1 on {here}, v2 on {here}")
+        if url is None:
+            await t.advance("16m")
+        else:
+            monkeypatch.setattr(worker_health, "DEPLOY", timedelta(0))
+        (row,) = agent_report.workers_in_trouble(await snapshots.take(t.app.session.admin))
+        assert (row.agent, row.state, row.why, row.needs) == ("all workers", "several versions", calm.why, True)
+        await t.deploy(t.app)
+        await recorded(t, lambda found: len(found) == 1)
+        assert agent_report.workers_in_trouble(await snapshots.take(t.app.session.admin)) == []
 
 
 def version(kind: str, nats_url: str, attempts: int, *, names: tuple[str, ...] = ("index",)) -> App:
@@ -233,7 +312,10 @@ async def test_other_code_of_the_same_declarations_is_a_deploy(
 
     async with harness(app_of("first = 1"), server=url) as t:
         await deployed(t, 1)
+        (first,) = (await recorded(t, bool)).values()
         await t.deploy(app_of("second = 'longer'"))
+        (second,) = (await recorded(t, bool)).values()
+        assert len({first["code"], second["code"]} - {""}) == 2
         assert (await deployed(t, 2))[-1] == ["code of shop_agents changed"]
 
 
@@ -259,9 +341,10 @@ async def test_what_an_app_declares_is_recorded_again_where_somebody_has_deleted
         assert await bucket.get("contract/declared") is not None
 
 
-async def test_a_worker_that_says_nothing_more_is_not_listed_in_a_bucket_without_an_age(
+async def test_a_worker_that_says_nothing_more_is_forgotten_also_in_a_bucket_without_an_age(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker_records, "LIVES_SECONDS", 0.1)
     monkeypatch.setattr(worker_records, "TTL_SECONDS", 0.2)
     record = {"host": "h", "process": 1, "member": "", "version": "1", "started": "2026-11-20T00:00:00Z"}
     record |= {"age_seconds": 1.0, "agents": {}}

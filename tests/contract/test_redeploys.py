@@ -59,7 +59,6 @@ ELSEWHERE = {
     "`key_order` of an event type": "tests/contract/test_key_orders.py",
     "`topic.base` of an event type": "tests/contract/test_renamed_agents.py",
     "`ack_wait` of an agent": "tests/contract/test_shared_filters.py",
-    "`key_order` of an event type (`key` in Python)": "tests/contract/test_key_orders.py",
     "`storage_policy` of an event type": "tests/engine/test_provisioning.py",
     "`limits` of an agent": "tests/contract/test_limits.py",
     "`singleton` of an agent": "tests/test_singletons.py",

@@ -9,8 +9,7 @@ import anyio
 import pytest
 
 from aviso_workers.clocks import LoopClock
-from aviso_workers.engine import grouped_writes
-from aviso_workers.engine.grouped_writes import GroupedWrites
+from aviso_workers.engine.attempts import GroupedWrites
 from aviso_workers.engine.shields import Shield
 from tests.waits import PATIENCE_SECONDS
 
@@ -74,7 +73,7 @@ async def test_those_who_ask_while_a_request_is_under_way_go_on_and_share_the_ne
 
 
 async def test_who_asks_while_too_much_waits_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_writes, "MAX_WAITING", 2)
+    monkeypatch.setattr("aviso_workers.engine.attempts.MAX_WAITING", 2)
     bucket = Bucket()
     callers = Callers(bucket)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from aviso_workers import App, Notification, Rate, Tick, Window, Windowing
-from aviso_workers.ops import role_streams
+from aviso_workers.ops import permissions
 from aviso_workers.state import delayed_messages
 from tests.conftest import write_mars_config
 from tests.documented import PROJECT
@@ -42,7 +42,7 @@ def test_an_app_needs_as_many_streams_as_the_page_says(tmp_path: Path) -> None:
     text = (PROJECT / "docs/fleets.md").read_text()
     for has_all, needed in ((False, 6), (True, 12)):
         app = an_app(tmp_path, has_all=has_all)
-        found = {spec.name for spec in role_streams.of_worker(app, app.config)}
+        found = {spec.name for spec in permissions.streams_of_worker(app, app.config)}
         own = {name for name in found if not delayed_messages.event_stream_of(name)}
         assert len(own) == needed, sorted(own)
         streams, consumers = APPS * needed, APPS * AGENTS * 2

@@ -26,7 +26,7 @@ from aviso_workers.config.nats_server import Permissions
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import permissions, role_streams, timer_control
+from aviso_workers.ops import permissions, timer_control
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.server import processes
 from aviso_workers.state import audit_records, delayed_messages, orders, own_streams
@@ -158,13 +158,13 @@ class Site:
         loaded = settings.load(config, environ={})
         match user:
             case "bridge":
-                return role_streams.of_worker(a_bridge(config), loaded, opened=[spark_events.BUCKET])
+                return permissions.streams_of_worker(a_bridge(config), loaded, opened=[spark_events.BUCKET])
             case "publisher":
-                return role_streams.of_publisher(loaded)
+                return permissions.streams_of_publisher(loaded)
             case "spark":
-                return role_streams.of_spark(loaded)
+                return permissions.streams_of_spark(loaded)
             case _:
-                return role_streams.of_worker(self.app(user), loaded)
+                return permissions.streams_of_worker(self.app(user), loaded)
 
     async def make(self) -> None:
         """Make all streams, and let the workers of both apps do all that they do."""

@@ -12,7 +12,7 @@ import pytest
 from aviso_workers import App, Notification, RetryPolicy, Tick
 from aviso_workers.aviso.codec import Message
 from aviso_workers.errors import DeniedError, RefusedError
-from aviso_workers.ops import permissions, retried, role_streams, timer_control
+from aviso_workers.ops import permissions, retried, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.permissions import Role
 from aviso_workers.server import NatsServer
@@ -84,7 +84,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     with NatsServer.start(store_dir=tmp_path / "store", config=accounts) as server:
         site.url = server.url
         site.app("operator")
-        anyio.run(make_streams, tmp_path / "operator.yaml", role_streams.of_worker(worker, worker.config))
+        anyio.run(make_streams, tmp_path / "operator.yaml", permissions.streams_of_worker(worker, worker.config))
         yield site
 
 

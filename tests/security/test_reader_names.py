@@ -18,8 +18,8 @@ from aviso_workers.backends import Admin, Message, open_backend
 from aviso_workers.backends.jetstream import JetStreamBackend, readers
 from aviso_workers.errors import DeclarationError, DeniedError, UnavailableError
 from aviso_workers.events import StreamNotRead
-from aviso_workers.jetstream import error_codes, reader_names
-from aviso_workers.ops import agent_inventory, permissions, role_streams
+from aviso_workers.jetstream import error_codes, identities
+from aviso_workers.ops import agent_inventory, permissions
 from aviso_workers.server import NatsServer
 from aviso_workers.state import bucket_names, delayed_messages
 from tests.conftest import write_mars_config
@@ -76,7 +76,7 @@ def _started(directory: Path, *more: str) -> Iterator[Account]:
     with NatsServer.start(store_dir=directory / "store", config=accounts) as server:
         for name in APPS:
             everything = Account(server, directory).app(name, user="everything")
-            own = role_streams.of_worker(everything, everything.config)
+            own = permissions.streams_of_worker(everything, everything.config)
             with ThreadPoolExecutor() as beside:  # a test may run in an event loop
                 beside.submit(anyio.run, make_streams, directory / "everything.yaml", own).result()
         yield Account(server, directory)
@@ -115,7 +115,7 @@ async def test_a_worker_reaches_no_reader_of_another_app(account: Account) -> No
         async with aclosing(app.watch("mars", from_id=1)) as watch:
             await anext(watch)
             (reader,) = await admin.consumer_names("MARS")
-            assert reader in reader_names.names("b", "MARS")
+            assert reader in identities.reader_names("b", "MARS")
             assert agent_inventory.agent_of(reader) is None
             for request in (
                 f"CONSUMER.CREATE.MARS.{reader}",
@@ -153,7 +153,7 @@ async def test_more_readers_than_names_wait_say_so_and_go_on(account: Account, m
         await publish(app)
         app.events.listen(lambda event: said.set(), StreamNotRead)
         watches = []
-        for _ in reader_names.names("a", "MARS"):
+        for _ in identities.reader_names("a", "MARS"):
             watches.append(await busy.enter_async_context(aclosing(app.watch("mars", from_id=1))))
             await anext(watches[-1])
         with pytest.raises(UnavailableError, match=r"all 16 readers of MARS are at work, a-r0 to a-r15") as raised:
@@ -176,7 +176,7 @@ async def test_more_readers_than_names_wait_say_so_and_go_on(account: Account, m
 async def test_the_name_of_a_reader_that_is_gone_is_free_after_a_while(
     account: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_names, "COUNT", 1)
+    monkeypatch.setattr(identities, "READERS", 1)
     monkeypatch.setattr(readers, "INACTIVE_SECONDS", 1)
     async with account.app("a") as app:
         await publish(app)
@@ -203,7 +203,7 @@ async def test_a_user_with_a_role_of_before_is_told_which_right_it_lacks(tmp_pat
 async def test_who_has_not_read_for_long_takes_nothing_from_another_reader_of_the_name(
     account: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_names, "COUNT", 1)
+    monkeypatch.setattr(identities, "READERS", 1)
     monkeypatch.setattr(readers, "AHEAD", 4)
     async with account.app("a") as app, account.operator() as admin, AsyncExitStack() as open_readings:
 
@@ -233,14 +233,14 @@ def test_which_streams_apps_share() -> None:
             f"KV_{bucket_names.bucket_of('A', 'table', 'newest')}",
             "aviso_workers_dead_letters__A",
         )
-        if reader_names.names("A", stream)
+        if identities.reader_names("A", stream)
     ]
     assert shared == ["MARS", delayed_messages.stream_of("MARS"), "KV_by_name"]
-    assert reader_names.names("", "MARS") == ()
-    assert len(reader_names.names(reader_names.SPARK, "MARS")) == reader_names.COUNT_OF_SPARK
+    assert identities.reader_names("", "MARS") == ()
+    assert len(identities.reader_names(identities.SPARK, "MARS")) == identities.READERS_OF_SPARK
 
 
-@pytest.mark.parametrize("name", [reader_names.SPARK, "aviso_workers"])
+@pytest.mark.parametrize("name", [identities.SPARK, "aviso_workers"])
 def test_no_app_has_the_name_of_readers_of_ours(name: str) -> None:
     """Who removes the agents of an app must not remove what delivers all delayed notifications."""
     with pytest.raises(DeclarationError, match="names of our own streams and readers begin so"):

@@ -23,13 +23,13 @@ from aviso_workers import App, Notification, Rate, RetryPolicy, Slots, Window, W
 from aviso_workers import config as settings
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Backend, open_backend
-from aviso_workers.backends.jetstream.server_versions import PING
+from aviso_workers.backends.jetstream.creation import PING
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.errors import DeniedError, NotFoundError
-from aviso_workers.jetstream import reader_names
+from aviso_workers.jetstream import identities
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.jetstream.subjects import pattern
-from aviso_workers.ops import permissions, role_streams, stream_policy
+from aviso_workers.ops import permissions, stream_policy
 from aviso_workers.server import NatsServer
 from aviso_workers.spark import writers
 from aviso_workers.spark.data_source import AvisoDataSource
@@ -117,7 +117,7 @@ async def read_by_each_name(backend: Backend, owner: str, *streams: str) -> None
     """Read as often at once as the owner may."""
     for stream in streams:
         async with AsyncExitStack() as open_readings:
-            for _ in reader_names.names(owner, stream):
+            for _ in identities.reader_names(owner, stream):
                 reading = await open_readings.enter_async_context(aclosing(backend.read(stream, filter_subjects=())))
                 await anext(reading)
 
@@ -181,8 +181,8 @@ async def run_jobs(configure: Configure) -> None:
     await anyio.to_thread.run_sync(write_and_read, config)
     async with App("job", config=config) as app:
         assert await app.session.backend.message("MARS", 10_000) is None
-    async with open_backend(app.config, owner=reader_names.SPARK) as backend:
-        await read_by_each_name(backend, reader_names.SPARK, "MARS")
+    async with open_backend(app.config, owner=identities.SPARK) as backend:
+        await read_by_each_name(backend, identities.SPARK, "MARS")
 
 
 def write_and_read(config: Path) -> None:
@@ -283,13 +283,13 @@ def own_streams_of(role: permissions.Role, config: Path) -> list[StreamSpec]:
     app = an_app(config)
     match role:
         case "worker":
-            return role_streams.of_worker(app, app.config)
+            return permissions.streams_of_worker(app, app.config)
         case "bridge":
-            return role_streams.of_worker(a_bridge(config), app.config, opened=[spark_events.BUCKET])
+            return permissions.streams_of_worker(a_bridge(config), app.config, opened=[spark_events.BUCKET])
         case "spark":
-            return role_streams.of_spark(app.config)
+            return permissions.streams_of_spark(app.config)
         case _:
-            return role_streams.of_publisher(app.config)
+            return permissions.streams_of_publisher(app.config)
 
 
 async def make_streams(config: Path, own: Sequence[StreamSpec]) -> None:

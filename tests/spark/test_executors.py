@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from aviso_workers.errors import ExecutorError
-from aviso_workers.spark import executors, register
+from aviso_workers.spark import data_source, register
 
 
 def test_a_python_without_the_packages_is_found_before_any_query(
@@ -39,7 +39,7 @@ def test_a_python_without_the_packages_is_found_before_any_query(
 )
 def test_a_python_that_does_not_run_is_named(said: str, cure: str) -> None:
     with pytest.raises(ExecutorError, match=cure):
-        raise executors._failed(f"Job aborted\n{said}\n")
+        raise data_source._failed(f"Job aborted\n{said}\n")
 
 
 def test_importing_the_wing_loads_neither_metrics_nor_the_status_port_nor_pyspark() -> None:

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError
-from aviso_workers.spark import message_ids
-from aviso_workers.spark.message_ids import ColumnIds, ContentIds
-from aviso_workers.spark.rows import Rows
+from aviso_workers.spark.rows import ColumnIds, ContentIds, Rows
 
 STEPS = msgspec.convert(
     {
@@ -79,7 +77,7 @@ def test_the_same_rows_in_another_order_store_nothing_twice(rows: list[Row], ord
 def test_more_rows_than_are_remembered_are_all_stored_and_once_in_the_same_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(message_ids, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr("aviso_workers.spark.rows.MAX_REMEMBERED", 3)
     rows = [(step, "null") for step in (1, 2, 3, 4, 4, 1, 5)]
     stored: Stored = {}
 

@@ -13,7 +13,7 @@ from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.errors import OutcomeUnknownError
 from aviso_workers.events import Events
 from aviso_workers.sessions.session import Session
-from aviso_workers.spark import new_topics
+from aviso_workers.spark import writers
 from tests.engine.conftest import config_with
 
 pytestmark = pytest.mark.anyio
@@ -40,7 +40,7 @@ async def store(session: Session, *steps: int) -> list[PubAck | None]:
         headers=[None] * len(steps),
         message_ids=[f"row {step}" for step in steps],
     )
-    return await new_topics.store(session.publisher, session.backend, "mars", stream="MARS", chunk=rows)
+    return await writers.store_new_topics(session.publisher, session.backend, "mars", stream="MARS", chunk=rows)
 
 
 def session_on(backend: InMemoryBackend) -> Session:

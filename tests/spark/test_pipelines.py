@@ -26,8 +26,8 @@ from aviso_workers.backends import open_backend
 from aviso_workers.errors import InvalidIdentifierError, PipelineError
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import archive_filters, archives, backfill, completeness, once, sessions
-from aviso_workers.spark.archive_lists import ArchivedFile
+from aviso_workers.spark import archive_filters, archives, backfill, completeness, sessions
+from aviso_workers.spark.archives import ArchivedFile
 from aviso_workers.spark.backfill import Backfilled
 from aviso_workers.spark.completeness import Reported
 from aviso_workers.spark.files import Files
@@ -632,15 +632,15 @@ class TestBackfill:
 
     def test_the_stream_tells_what_is_there_when_the_server_has_forgotten_the_ids(self, place: Pipelines) -> None:
         place.publish(0, 1)
-        rows = place.read().withColumn("id", once.identity())
-        once.publish(rows, "copy", config=str(place.config))
+        rows = place.read().withColumn("id", backfill.identity())
+        backfill.publish_once(rows, "copy", config=str(place.config))
 
-        assert once.without_stored(rows, "copy", config=str(place.config)).count() == 0
+        assert backfill.without_stored(rows, "copy", config=str(place.config)).count() == 0
 
     def test_a_run_that_is_cut_short_is_completed_by_the_next(self, place: Pipelines) -> None:
         place.publish(*range(6))
-        half = place.read().where("sequence % 2 = 0").withColumn("id", once.identity())
-        once.publish(half, "copy", config=str(place.config))
+        half = place.read().where("sequence % 2 = 0").withColumn("id", backfill.identity())
+        backfill.publish_once(half, "copy", config=str(place.config))
 
         done = backfill.backfill(place.read(), "copy", config=str(place.config))
 
@@ -680,7 +680,7 @@ class TestBackfill:
         place.publish(1, 2, 3, payload="old")
         place.publish(9, event="newest")
         place.publish_raw("newest.od.20261120.0600.3", stream="NEWEST", headers={MARKER_HEADER: "MaxAge"})
-        publish = once.publish
+        publish = backfill.publish_once
 
         def be_overtaken(rows: DataFrame, event: str, **options: Any) -> int:
             looked = rows.persist()
@@ -688,7 +688,7 @@ class TestBackfill:
             place.publish(1, event="newest", payload="newer")
             return publish(looked, event, **options)
 
-        monkeypatch.setattr(once, "publish", be_overtaken)
+        monkeypatch.setattr(backfill, "publish_once", be_overtaken)
         done = backfill.backfill(place.read(), "newest", config=str(place.config))
 
         held = {one.identifier["step"]: one.payload for one in place.stored("newest")}

@@ -17,7 +17,6 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from aviso_workers.backends.jetstream import readers as wire_reading
 from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.errors import DataLossError, InvalidOptionError, UnavailableError
-from aviso_workers.jetstream import reader_names
 from aviso_workers.spark import connections, readers
 from aviso_workers.spark.data_source import AvisoDataSource
 from aviso_workers.spark.offsets import Offset, Range
@@ -81,7 +80,7 @@ class TestTasks:
     def test_more_tasks_than_may_read_at_once_wait_and_warn(
         self, place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(reader_names, "COUNT_OF_SPARK", 1)
+        monkeypatch.setattr("aviso_workers.jetstream.identities.READERS_OF_SPARK", 1)
         monkeypatch.setattr(wire_reading, "NAMED_SECONDS", 0.1)
         place.publish(*range(COUNT))
         task = Task(place)

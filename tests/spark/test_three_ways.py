@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from aviso_agents import spark_events
-from aviso_workers import App
+from aviso_workers import App, http_answers
 from tests.commands import Command
 from tests.spark.logs import NAMES, logs_in, raw
 from tests.waits import PATIENCE_SECONDS
@@ -172,10 +171,9 @@ async def ask(history: str, application: str) -> dict[str, int]:
     """What the history server counts."""
 
     def get(path: str) -> Any:
-        with urllib.request.urlopen(
-            f"{history}/api/v1/applications/{application}{path}", timeout=PATIENCE_SECONDS
-        ) as answer:
-            return json.load(answer)
+        url = f"{history}/api/v1/applications/{application}{path}"
+        seconds = PATIENCE_SECONDS
+        return json.loads(http_answers.read(url, seconds=seconds, silent_seconds=seconds, max_bytes=1 << 24, near=True))
 
     with anyio.fail_after(PATIENCE_SECONDS):
         while True:

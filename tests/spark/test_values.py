@@ -24,9 +24,8 @@ from aviso_workers.server import NatsServer
 from aviso_workers.spark import archives, backfill, completeness
 from aviso_workers.spark import schema as columns
 from aviso_workers.spark.backfill import Backfilled
-from aviso_workers.spark.message_ids import ContentIds
 from aviso_workers.spark.options import ReadOptions
-from aviso_workers.spark.rows import Rows
+from aviso_workers.spark.rows import ContentIds, Rows
 from tests.spark.place import Place, run_to_its_end
 
 RULES: dict[str, dict[str, Any]] = {

@@ -88,6 +88,7 @@ async def test_each_query_of_each_board_has_an_answer(
     await publish([0], n="no number")
     await someone_disturbs(server)
     exporter.text = await doctor(server)
+    await publish([0], n="no number")  # so that an agent is failing from now on
 
     unanswered = set(queries())
 

@@ -21,7 +21,7 @@ from tests.waits import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).parents[2]
 FILLED = {
-    "": "need you",
+    "": "agent needs you",
     "agents": "tour/cut_regions",
     "agents?state=blocked": "tour/copy_to_archive",
     "agents/tour/draw_map": "the projection does not converge",

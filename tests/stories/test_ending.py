@@ -165,6 +165,14 @@ def until_begun(worker: subprocess.Popen[str]) -> None:
     assert worker.stdout.readline().startswith("begun")
 
 
+def until_heard(worker: subprocess.Popen[str]) -> None:
+    """Wait until no SIGTERM is pending for the process."""
+    deadline, status = time.monotonic() + PROMPT_SECONDS, Path(f"/proc/{worker.pid}/status")
+    while int(status.read_text().partition("ShdPnd:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def end_of(worker: subprocess.Popen[str], log: Path) -> tuple[int, float]:
     """The exit code, and how many seconds it took."""
     began = time.monotonic()
@@ -192,7 +200,7 @@ def test_a_second_signal_ends_a_worker_long_before_its_drain_timeout(start: Star
     worker = start(form=form, drain=LONG_SECONDS)
     until_begun(worker)
     worker.terminate()
-    time.sleep(0.1)  # else the two are one
+    until_heard(worker)  # else the two are one
     worker.terminate()
     code, _ = end_of(worker, tmp_path / "log")
     assert code == (0 if form in ENDS_IN_ORDER else NOT_ENDED), (tmp_path / "log").read_text()

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from aviso_workers import App, Notification
-from aviso_workers.telemetry import blocked_loop
+from aviso_workers.telemetry import listeners
 from aviso_workers.telemetry.status import Health
 
 pytestmark = pytest.mark.anyio
@@ -29,14 +29,14 @@ def _block() -> None:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked_loop, "BLOCKED_SECONDS", 0.1)
-    monkeypatch.setattr(blocked_loop, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(listeners, "BLOCKED_SECONDS", 0.1)
+    monkeypatch.setattr(listeners, "LOOK_SECONDS", 0.02)
 
 
 async def logged_of(call: Any) -> list[dict[str, Any]]:
     """What is logged of a loop in which this is called."""
     health = Health()
-    with structlog.testing.capture_logs() as logged, blocked_loop.watched(health, app.agents):
+    with structlog.testing.capture_logs() as logged, listeners.loop_watched(health, app.agents):
         health.turned(next_in_seconds=0)
         await call()
         health.turned(next_in_seconds=60)

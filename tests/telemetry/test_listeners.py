@@ -20,10 +20,9 @@ from aviso_workers.events import (
 )
 from aviso_workers.state import own_streams
 from aviso_workers.telemetry import listeners
-from aviso_workers.telemetry.listeners import MissedLog
+from aviso_workers.telemetry.listeners import MissedLog, Readiness
 from aviso_workers.telemetry.logs import log
 from aviso_workers.telemetry.metrics import Missed
-from aviso_workers.telemetry.readiness import Readiness
 
 RETRIES = own_streams.of_app(own_streams.RETRIES, "fields")
 

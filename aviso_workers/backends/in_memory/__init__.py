@@ -1,7 +1,7 @@
 """The in-memory backend: JetStream's semantics without a server, for development and tests.
 
 A real queue: messages are stored, limits bite, acks count, and what is not settled comes back. `stream` and
-`durable` hold the rules and know no event loop, `account` holds the streams, `consumer` and `readers` are the
+`durable` hold the rules and know no event loop, `account` holds the streams, `consumer` is the
 contract's face. What it does not do: outlive its process, replicate, or keep messages by anything but limits.
 `num_replicas`, `storage` and `compression` are noted and mean nothing.
 """
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import takewhile
 from types import TracebackType
 from typing import Any, Literal, Self
+
+import anyio
+from anyio.lowlevel import checkpoint
 
 from aviso_workers import config
 from aviso_workers.aviso.codec import Message
@@ -32,12 +35,12 @@ from aviso_workers.backends import (
     StreamInfo,
     buckets,
 )
-from aviso_workers.backends.in_memory import readers
 from aviso_workers.backends.in_memory.account import InMemoryAccount
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.in_memory.consumer import Dispatcher, InMemoryConsumer
-from aviso_workers.clocks import Clock, LoopClock
-from aviso_workers.errors import BackendError, RefusedError
+from aviso_workers.backends.in_memory.stream import InMemoryStream
+from aviso_workers.clocks import EPOCH, Clock, LoopClock
+from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.jetstream.subjects import pattern
 
@@ -238,7 +241,7 @@ class InMemoryBackend:
         start_time: datetime | None = None,
         last_sequence: int | None = None,
     ) -> AsyncGenerator[Message, None]:
-        return readers.read(
+        return _read(
             self._account,
             self.connection,
             stream,
@@ -272,7 +275,7 @@ class InMemoryBackend:
         start_time: datetime | None = None,
     ) -> int:
         await self.connection.reach()
-        return readers.count(
+        return _count(
             self._account.stream(stream), filter_subjects, start_sequence=start_sequence, start_time=start_time
         )
 
@@ -318,3 +321,67 @@ class InMemoryBackend:
         dispatcher.serve(self._account.stream(stream), self._account.durable(stream, consumer))
         self._dispatchers[stream, consumer] = dispatcher
         return dispatcher
+
+
+async def _read(
+    account: InMemoryAccount,
+    connection: InMemoryConnection,
+    stream: str,
+    *,
+    filter_subjects: Sequence[str],
+    start_sequence: int,
+    start_time: datetime | None,
+    last_sequence: int | None,
+) -> AsyncGenerator[Message, None]:
+    """See `backends.Backend.read`. Raises `UnavailableError` where the connection was lost meanwhile."""
+    await connection.reach()
+    opened, losses = account.stream(stream), connection.losses
+    wanted = pattern(filter_subjects)
+    position, start_ns = _start(start_sequence, start_time)
+    changed = anyio.Event()
+
+    def wake() -> None:
+        changed.set()
+
+    opened.watchers.add(wake)
+    connection.watchers.add(wake)
+    try:
+        while True:
+            changed = anyio.Event()
+            if connection.losses > losses:
+                raise UnavailableError(f"in_memory: the connection was lost while reading {stream}")
+            held = account.stream(stream)
+            if held is not opened:
+                raise UnavailableError(f"in_memory: {stream} was deleted and recreated while it was read")
+            message = held.next_message(position, wanted)
+            if message is None and last_sequence is None:
+                position = max(position, held.last_sequence + 1)
+                await changed.wait()
+                continue
+            if message is None or (last_sequence is not None and message.sequence > last_sequence):
+                return
+            position = message.sequence + 1
+            if message.timestamp_ns >= start_ns:
+                await checkpoint()
+                yield message
+    finally:
+        opened.watchers.discard(wake)
+        connection.watchers.discard(wake)
+
+
+def _count(
+    stream: InMemoryStream, filter_subjects: Sequence[str], *, start_sequence: int, start_time: datetime | None
+) -> int:
+    """Return how many messages a reading from there would give now."""
+    wanted = pattern(filter_subjects)
+    position, start_ns = _start(start_sequence, start_time)
+    return sum(
+        1
+        for message in stream.messages.values()
+        if message.sequence >= position and message.timestamp_ns >= start_ns and wanted.fullmatch(message.subject)
+    )
+
+
+def _start(sequence: int, time: datetime | None) -> tuple[int, int]:
+    """Return the first sequence and the first time, in nanoseconds, that are wanted."""
+    return (sequence, 0) if time is None else (1, (time - EPOCH) // timedelta(microseconds=1) * 1000)

@@ -6,6 +6,7 @@ Pure but for the clock. What `NotFoundError` and `RefusedError` carry are JetStr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -13,10 +14,9 @@ import msgspec
 from aviso_workers import config
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Outgoing, PubAck
-from aviso_workers.backends.in_memory import schedules
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import InMemoryStream, complete, header_size, total_of, ttl_of
-from aviso_workers.clocks import Clock
+from aviso_workers.clocks import EPOCH, Clock
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, identities, specs, subjects
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
@@ -25,6 +25,10 @@ MAX_PAYLOAD = 1024 * 1024
 """A nats-server's own default."""
 MAX_HEADERS = 65_535
 """JetStream's, which cannot be changed."""
+SCHEDULE = "Nats-Schedule"
+TARGET = "Nats-Schedule-Target"
+PRODUCED_BY = "Nats-Scheduler"
+AT = "@at "
 
 
 class InMemoryAccount:
@@ -137,7 +141,7 @@ class InMemoryAccount:
             over, over_ns = self._clock.monotonic() + ttl_ns / 1e9, stored.timestamp_ns + ttl_ns
             # The store times of messages differ by a nanosecond where they are stored at the same moment.
             self._clock.call_at(over, lambda: taker.forget_expired(max(over_ns, self._clock.time_ns())))
-        if (due_ns := schedules.due_ns(whole)) is not None and not duplicate:
+        if (due_ns := _scheduled_ns(whole)) is not None and not duplicate:
             due = self._clock.monotonic() + (due_ns - self._clock.time_ns()) / 1e9
             self._clock.call_at(due, lambda: self._store_due(taker, whole, sequence))
         return sequence, duplicate
@@ -148,7 +152,7 @@ class InMemoryAccount:
         if newest is None or newest.sequence != sequence or self._streams.get(taker.config["name"]) is not taker:
             return
         taker.delete(sequence)
-        self.store(taker, schedules.produced(schedule))
+        self.store(taker, _produced(schedule))
 
     def _accepted(self, outgoing: Outgoing) -> tuple[InMemoryStream, Message]:
         """Return where it is to be stored, and as what."""
@@ -168,7 +172,7 @@ class InMemoryAccount:
                 f"publish {message.subject}: stream {stream} does not take it, switch on its allow_msg_ttl",
                 code=error_codes.TTL_OFF,
             )
-        schedules.refuse(message, taker)
+        _refuse_schedule(message, taker)
         if "Nats-Rollup" in headers and not taker.config.get("allow_rollup_hdrs"):
             raise RefusedError(
                 f"publish {message.subject}: rollup is not permitted", code=error_codes.ROLLUP_NOT_PERMITTED
@@ -212,3 +216,59 @@ class InMemoryAccount:
                         f"stream {wanted['name']}: {subject} overlaps with stream {other.config['name']}",
                         code=error_codes.SUBJECTS_OVERLAP,
                     )
+
+
+def _scheduled_ns(message: Message) -> int | None:
+    """Return when a message is due, nanoseconds since 1970 UTC; None for a message that is not a schedule.
+
+    By a message schedule (NATS ADR-51), a stream keeps a message until it is due, and then stores it as another. Of a
+    server's schedules there is `@at`, which comes once.
+
+    Raises `RefusedError`.
+    """
+    if (schedule := _headers(message).get(SCHEDULE)) is None:
+        return None
+    try:
+        time = datetime.fromisoformat(schedule.removeprefix(AT))
+    except ValueError:
+        time = None
+    if not schedule.startswith(AT) or time is None or time.tzinfo is None:
+        raise RefusedError(
+            f"publish {message.subject}: in memory there is no schedule {schedule!r}", code=error_codes.INVALID_SCHEDULE
+        )
+    return (time - EPOCH) // timedelta(microseconds=1) * 1000
+
+
+def _refuse_schedule(message: Message, taker: InMemoryStream) -> None:
+    """Raise `RefusedError` for a schedule that the stream does not take, and for what only a schedule produces."""
+    if PRODUCED_BY in _headers(message) and taker.config.get("allow_msg_schedules"):
+        raise RefusedError(
+            f"publish {message.subject}: it says itself that a schedule has produced it",
+            code=error_codes.SAYS_IT_WAS_SCHEDULED,
+        )
+    if _scheduled_ns(message) is None:
+        return
+    if not taker.config.get("allow_msg_schedules"):
+        raise RefusedError(
+            f"publish {message.subject}: stream {taker.config['name']} does not take it, "
+            "switch on its allow_msg_schedules",
+            code=error_codes.SCHEDULES_OFF,
+        )
+    target = _headers(message).get(TARGET, "")
+    if target == message.subject or {"*", ">", ""} & set(target.split(".")) or not taker.takes(target):
+        raise RefusedError(
+            f"publish {message.subject}: its schedule cannot lead to {target!r}",
+            code=error_codes.INVALID_SCHEDULE_TARGET,
+        )
+
+
+def _produced(schedule: Message) -> Message:
+    """Return what is stored when it is due."""
+    headers = _headers(schedule)
+    kept = {name: value for name, value in headers.items() if not name.startswith("Nats-")}
+    said = {PRODUCED_BY: schedule.subject, "Nats-Schedule-Next": "purge"}
+    return Message(subject=headers[TARGET], data=schedule.data, headers={**kept, **said})
+
+
+def _headers(message: Message) -> Mapping[str, str]:
+    return message.headers or {}

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import ClassVar
 
 import anyio
@@ -22,12 +22,10 @@ from aviso_workers.backends import Delivery, Noted
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.in_memory.durable import Durable
 from aviso_workers.backends.in_memory.stream import InMemoryStream
-from aviso_workers.clocks import Clock, ScheduledCall
+from aviso_workers.clocks import EPOCH, Clock, ScheduledCall
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
-
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class InMemoryConsumer:

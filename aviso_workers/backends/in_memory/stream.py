@@ -1,6 +1,6 @@
 """A stream and its limits: what it takes, what it drops for it, what it refuses.
 
-Pure: `Account` gives it the time, `consumer` and `readers` watch it. The rules are JetStream's; where two
+Pure: `Account` gives it the time, `consumer` and readers watch it. The rules are JetStream's; where two
 of its limits meet (a full stream with `discard: new`, and a message that replaces an older one of its
 subject), they are what a nats-server was seen to do.
 """

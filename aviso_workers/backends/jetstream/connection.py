@@ -62,7 +62,7 @@ READING = re.compile(
     r"((STREAM|CONSUMER|META)\.)?(INFO|NAMES|LIST|MSG\.GET|SNAPSHOT)(\.|$)|CONSUMER\.CREATE\.[^.]+(\.[^.]+-r\d+)?$"
 )
 """The subjects behind `$JS.API.` of requests that only read. A reader makes a consumer for itself, without a name or
-with one of `reader_names`."""
+with one of `jetstream.identities`."""
 
 
 class NatsConnection:
@@ -74,7 +74,7 @@ class NatsConnection:
         self.nc = Client()
         self.wire: wire.Wire
         self.owner = owner
-        """Whose names readers have (`jetstream.reader_names`)."""
+        """Whose names readers have (`jetstream.identities`)."""
         self.on_reconnect: set[Callable[[], None]] = set()
         self.on_disconnect: set[Callable[[], None]] = set()
         self._settings = settings

@@ -10,7 +10,7 @@ that has not stored the newest messages yet. Messages in between cannot be misse
 what it delivers. At its beginning, where the replica that serves the consumer begins later than asked for, the leader
 is asked whether it has messages before that: a replica that expired them by a wrong clock never gets them back.
 
-Readers of a stream of several apps have the names of a pool (`jetstream.reader_names`). A server refuses to create a
+Readers of a stream of several apps have the names of a pool (`jetstream.identities`). A server refuses to create a
 consumer of a name that is taken, and the next one is tried. Each has a priority group of its own, which its pulls
 name. A server hands out an existing consumer to whoever asks for an equal one, and so no two are equal; and it refuses
 the pulls of a reader whose consumer is gone, when another reader has made one of the same name.
@@ -47,7 +47,7 @@ from aviso_workers.errors import (
     UnansweredError,
     UnavailableError,
 )
-from aviso_workers.jetstream import error_codes, reader_names
+from aviso_workers.jetstream import error_codes, identities
 from aviso_workers.jetstream.info import ConsumerInfo
 
 AHEAD = 1000
@@ -159,7 +159,7 @@ async def _create_consumer(
     Raises `UnavailableError` with the code CONSUMER_EXISTS where all names are taken, and `DeniedError`.
     """
     create = partial(_create_somewhere, connection, stream, filter_subjects, start)
-    names = reader_names.names(connection.owner, stream)
+    names = identities.reader_names(connection.owner, stream)
     if not names:
         return await create(name="")
     known_as = f"{names[0]} to {names[-1]}"

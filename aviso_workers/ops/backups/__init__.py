@@ -14,8 +14,7 @@ from aviso_workers.ops.backups.cleansing import CleansePlan, cleanse, plan_clean
 from aviso_workers.ops.backups.creation import Making, NewBackup, create, create_each, create_next, named_streams
 from aviso_workers.ops.backups.encryption import Identities, read_recipients
 from aviso_workers.ops.backups.erasures import Forgotten, forget, of_identifier, of_subject, one_of_each_chain
-from aviso_workers.ops.backups.merging import merge
-from aviso_workers.ops.backups.restoration import Drill, Restored, drill, read_back, restore
+from aviso_workers.ops.backups.restoration import Drill, Restored, drill, merge, read_back, restore
 from aviso_workers.ops.backups.retention import Keep, Pruned, prune, prune_by_server
 from aviso_workers.ops.backups.schedules import BackupSchedule, keep_backing_up
 from aviso_workers.ops.backups.set_creation import MadeSet, create_set

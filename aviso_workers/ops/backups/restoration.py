@@ -1,26 +1,32 @@
-"""Restoration of streams from backups: in place of the original, beside it under another name, and for a drill."""
+"""Restoration of streams from backups: in place of the original, beside it under another name, and for a drill;
+and the merging of a chain into one full backup.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import anyio
 import anyio.to_thread
+import msgspec
 from msgspec import Struct
 
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream import metadata, specs
 from aviso_workers.jetstream.info import SnapshotState, StreamConfig, StreamInfo
 from aviso_workers.jetstream.specs import LONGEST_NAME
 from aviso_workers.ops import inventory
-from aviso_workers.ops.backups import archive, chains, completion, consumer_entries
+from aviso_workers.ops.backups import archive, chains, completion
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
-from aviso_workers.ops.backups.storage import Backup, Progress, ignore
+from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of
 from aviso_workers.ops.backups.verification import Contents, read_contents, verify
 
 ENTRIES_SINCE = (2, 15)
@@ -32,6 +38,7 @@ CONSUMERS_SECONDS = 30.0
 POLL_SECONDS = 0.1
 STANDSTILL_SECONDS = 6.0
 """A server aborts a restore that received nothing for 5 s."""
+PIECE_BYTES = 512 * 1024
 
 
 class Restored(Struct, frozen=True, kw_only=True):
@@ -223,7 +230,7 @@ async def _wait_for_consumers(admin: Admin, stream: str, backup: Backup, identit
 
     Raises `BackupError` where it does not: then it is not known whether they exist.
     """
-    stored = await anyio.to_thread.run_sync(consumer_entries.read, backup, identities)
+    stored = await anyio.to_thread.run_sync(consumers_in, backup, identities)
     lasting = {name for name, each in stored.items() if each.lasts}
     deadline = anyio.current_time() + CONSUMERS_SECONDS
     while missing := lasting - {each.name for each in await admin.consumers(stream)}:
@@ -253,3 +260,90 @@ async def read_back(admin: Admin, stream: str) -> Contents:
 
 def _standing_still(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in AT_WORK} | {"name": name, "subjects": [name]}
+
+
+class _ConsumerConfig(Struct, frozen=True):
+    durable_name: str = ""
+    inactive_threshold: int = 0
+
+
+class _Delivered(Struct, frozen=True):
+    stream_seq: int
+
+
+class _State(Struct, frozen=True):
+    """A consumer's state as JetStream has it, as far as it is needed here."""
+
+    delivered: _Delivered
+    pending: dict[str, Any] | None = None
+
+
+class StoredConsumer(Struct, frozen=True):
+    """A consumer as its backup has it: its configuration and its state."""
+
+    config: _ConsumerConfig
+    state: _State
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the consumer is durable, so that it outlives its readers."""
+        return bool(self.config.durable_name)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the consumer stays until it is deleted."""
+        return self.is_durable and not self.config.inactive_threshold
+
+
+def consumers_in(backup: Backup, identities: Identities | None) -> Mapping[str, StoredConsumer]:
+    """Return the consumers in a backup by name; none for the archive of a server before 2.15, which cannot be read
+    here.
+
+    Raises `BackupError`.
+    """
+    found: dict[str, StoredConsumer] = {}
+    if not backup.of_entries:
+        return found
+    with chains.opened_entries(backup, identities) as entries:
+        for entry in entries:
+            if entry.sequence:
+                break
+            if entry.name.startswith(archive.CONSUMERS):
+                name = entry.name.removeprefix(archive.CONSUMERS).decode()
+                try:
+                    found[name] = msgspec.json.decode(entry.body, type=StoredConsumer)
+                except UNREADABLE_JSON as error:
+                    raise BackupError(f"{backup.archive} is damaged: consumer {name}: {error}") from error
+    return found
+
+
+def merge(
+    backup: Backup,
+    to: Path,
+    *,
+    encrypt_to: Sequence[str] = (),
+    identities: Identities | None = None,
+    progress: Progress = ignore,
+) -> Backup:
+    """Write the merged chain of a backup as a full backup into `<to>/<stream>/<time>`, such as the nats CLI
+    restores, with other encryption or without.
+
+    Raises `BackupError` where it is damaged, where a key is missing, or where there is a backup at that place.
+    """
+    place = place_of(to, backup.stream, backup.made)
+    if place.exists():
+        raise BackupError(f"{place} exists: choose another directory")
+    chains.require_identities(backup, identities)
+    verify(backup, identities=identities)
+    with (
+        chains.opened_archive(backup, identities, progress=progress) as file,
+        Draft(place, encrypt_to=encrypt_to) as draft,
+    ):
+        draft.write_all(iter(partial(file.read, PIECE_BYTES), b""))
+        return draft.finish(
+            config=backup.config,
+            state=backup.state,
+            made=backup.made,
+            server_version=backup.record.server_version if backup.record else None,
+            cleansed=backup.record.cleansed if backup.record else None,
+        )

@@ -29,10 +29,9 @@ from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.metadata import SET_MARK, UNFINISHED
 from aviso_workers.ops import inventory
-from aviso_workers.ops.backups import consumer_entries, sets
-from aviso_workers.ops.backups.consumer_entries import StoredConsumer
+from aviso_workers.ops.backups import restoration, sets
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.restoration import STANDSTILL_SECONDS, require_restorable, taken, upload
+from aviso_workers.ops.backups.restoration import STANDSTILL_SECONDS, StoredConsumer, require_restorable, taken, upload
 from aviso_workers.ops.backups.sets import BackupSet
 from aviso_workers.ops.backups.storage import Backup, Progress
 
@@ -155,7 +154,7 @@ class _SetRestoration:
         """Return the report on a restored stream and the positions of its consumers."""
         info = await self._admin.stream_info(backup.stream)
         consumers = await self._consumers(backup.stream)
-        stored = await anyio.to_thread.run_sync(consumer_entries.read, backup, identities)
+        stored = await anyio.to_thread.run_sync(restoration.consumers_in, backup, identities)
         return RestoredStream(
             stream=backup.stream,
             messages=info.messages,
@@ -192,7 +191,7 @@ class _SetRestoration:
         """
         if not backup.of_entries:
             return [each.name for each in await self._consumers(backup.stream)]
-        stored = await anyio.to_thread.run_sync(consumer_entries.read, backup, identities)
+        stored = await anyio.to_thread.run_sync(restoration.consumers_in, backup, identities)
         listed = {each.name for each in await self._consumers(backup.stream)}
         return [name for name, each in stored.items() if each.lasts or (each.is_durable and name in listed)]
 

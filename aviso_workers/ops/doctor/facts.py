@@ -54,7 +54,7 @@ from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.declarations import AppDeclarations, Deploy
 from aviso_workers.state.failure_records import LastFailure
 from aviso_workers.state.timer_requests import Pause
-from aviso_workers.state.worker_records import WorkerRecord
+from aviso_workers.state.worker_records import AppWorkers
 
 T = TypeVar("T")
 
@@ -147,8 +147,8 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """As `snapshots.oldest_pending` returns it."""
     apps: Mapping[str, AppDeclarations] = {}
     """What the apps have declared."""
-    workers: dict[str, list[WorkerRecord]] | Unknown = {}
-    """The workers that live, by app, as far as they have recorded themselves."""
+    workers: dict[str, AppWorkers] | Unknown = {}
+    """By app, as far as they have recorded themselves."""
 
 
 class Facts(_UnsampledFacts, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     state: State | None = None
     """Default: as bad as the check says."""
     cure: str = ""
-    """Default: the check's."""
+    """Default: the check's. It has the names as `Check.cure` has them."""
     accepted: str = ""
     """The reason and the end of the acceptance, where the finding is accepted."""
 
@@ -59,6 +59,11 @@ def about(one: StreamInfo | ConsumerInfo, found: str, *, state: State | None = N
     if isinstance(one, StreamInfo):
         return Finding(stream=one.name, found=found, state=state, cure=cure)
     return Finding(stream=one.stream, consumer=one.name, found=found, state=state, cure=cure)
+
+
+def quoted_in_cure(name: str) -> str:
+    """Return a name for a command in a cure that is not one of the finding's, as `{stream}` is."""
+    return quoted(name).replace("{", "{{").replace("}", "}}")
 
 
 Judge = Callable[[Facts], Iterator[Finding]]

@@ -17,12 +17,12 @@ from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, NotificationReader
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.errors import UndecodableError
+from aviso_workers.jetstream.answers import SOURCE
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.state import dead_letter_records, delayed_messages, own_streams
 from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
-SOURCE = "Nats-Stream-Source"
 CLOCKS_DIFFER_NS = 60_000_000_000
 """Nanoseconds by which the clocks of two servers may differ."""
 

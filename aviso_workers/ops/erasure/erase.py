@@ -31,7 +31,7 @@ from aviso_workers.errors import (
     UndecodableError,
 )
 from aviso_workers.ops.aviso_admin import event_type_of
-from aviso_workers.ops.erasure import copies, deletion, records, replicas
+from aviso_workers.ops.erasure import copies, deletion, records
 from aviso_workers.ops.erasure.copies import Matches, Wanted
 from aviso_workers.ops.erasure.records import ErasureRecord, FoundMessages
 from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key, suspects
@@ -304,7 +304,7 @@ class Eraser:
     ) -> int:
         """Add the messages that match after a sequence, and return the sequence up to which the stream was read."""
         if not after:  # before the reading, which may be served by any of the replicas
-            self._not_current[stream] = await replicas.not_current(self._admin, stream, self._filters(stream))
+            self._not_current[stream] = await deletion.not_current(self._admin, stream, self._filters(stream))
         last = (await self._admin.stream_info(stream)).last_sequence
         messages = dict(found[stream].messages) if stream in found else {}
         async for message in self._messages(stream, after, last):

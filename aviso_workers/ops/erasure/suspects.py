@@ -19,10 +19,11 @@ from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin, Message, StreamInfo
 from aviso_workers.errors import BackendError, InvalidNotificationError, NotFoundError
 from aviso_workers.jetstream.key_value import decode_key
+from aviso_workers.jetstream.specs import BUCKET
 from aviso_workers.state import consumer_records, failure_counts, own_buckets, own_streams, table_records
 from aviso_workers.state.own_streams import COUNTERS
 
-BUCKET, OF_KEYS = "KV_", "$KV."
+OF_KEYS = "$KV."
 PIECE = re.compile(r"[^\W_]+|[\W_]")
 """A word of letters and digits, or one character between words."""
 POSITIONS = {"counted", "sequence", "stored", "closed", "time"}

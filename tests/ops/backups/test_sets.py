@@ -22,7 +22,7 @@ from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationErro
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.metadata import UNFINISHED
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, schedules, set_creation, set_order, set_restore, sets
+from aviso_workers.ops.backups import Backup, schedules, set_creation, set_restore, sets
 from aviso_workers.server import NatsServer
 from tests.presence import present
 from tests.waits import PATIENCE_SECONDS
@@ -268,7 +268,7 @@ def test_sources_are_taken_before_what_they_move_to() -> None:
     configs["COPY"] = config_of(mirror={"name": "MARS"})
     configs["ROWS_ELSEWHERE"] = config_of(sources=[{"name": "KV_field__table__rows"}])
     configs["FAR"] = config_of(mirror={"name": "MARS", "external": {"api": "$JS.far.API"}})
-    assert set_order.order(configs) == [
+    assert set_creation.order(configs) == [
         *(
             "KV_field__leases",
             "KV_field__orders",
@@ -291,15 +291,15 @@ def test_sources_are_taken_before_what_they_move_to() -> None:
 def test_streams_between_which_things_move_both_ways_are_taken_twice() -> None:
     letters = "aviso_workers_dead_letters__field"
     configs = {"JOBS": config_of(retention="workqueue"), letters: config_of(), "MARS": config_of()}
-    assert set_order.twice(configs) == ["JOBS"]
+    assert set_creation.twice(configs) == ["JOBS"]
     windows = configs | {"KV_field__windows__volume": config_of()}
-    assert set_order.twice(windows) == ["JOBS", letters]
+    assert set_creation.twice(windows) == ["JOBS", letters]
 
 
 def test_streams_that_are_sources_of_one_another_are_refused() -> None:
     configs = {"A": config_of(sources=[{"name": "B"}]), "B": config_of(sources=[{"name": "A"}])}
     with pytest.raises(BackupError, match="are sources of one another"):
-        set_order.order(configs)
+        set_creation.order(configs)
 
 
 async def make_small_set(site: Site, to: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from aviso_workers.state import delayed_messages
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import Retrying
 from aviso_workers.state.timer_requests import Pause
+from aviso_workers.state.worker_records import AppWorkers
 from tests.failures import last_failure
 from tests.ops import health_facts
 from tests.ops.doctor.conftest import (
@@ -216,7 +217,7 @@ def test_an_agent_that_feeds_itself_needs_no_more_workers(working: Seen) -> None
         before=structs.replace(working.facts.before, consumers=before),
         after=structs.replace(working.facts.after, consumers={(SHARED, "field__index"): fed}),
         records={(SHARED, "field__index"): recorded(working, minutes=0)},
-        workers={"field": [health_facts.worker(stream=SHARED)]},
+        workers={"field": AppWorkers((health_facts.worker(stream=SHARED),))},
         oldest_pending={(SHARED, "field__index"): working.facts.now - timedelta(hours=1)},
     )
 
@@ -321,7 +322,7 @@ def test_an_agent_that_goes_on_is_a_warning_and_one_that_does_not_a_failure(work
         before=structs.replace(working.facts.before, consumers={key: index}),
         after=structs.replace(working.facts.after, consumers={key: index}),
         records={key: recorded(working, minutes=10)},
-        workers={"field": [health_facts.worker(stream=SHARED, oldest=1)]},
+        workers={"field": AppWorkers((health_facts.worker(stream=SHARED, oldest=1),))},
         failures={("field", "agents", "index"): last_failure(now, retrying=(failed,))},
     )
     finding = judged(facts).findings("JS058")[f"{SHARED} > field__index"]

@@ -144,7 +144,7 @@ def test_a_server_without_jetstream(plain: Seen) -> None:
     findings = seen.findings("JS044")
     assert findings[server.name].found == "runs without JetStream"
     for where in (server.name, "JetStream's API"):
-        assert findings[where].cure.startswith("Set jetstream.store_dir in the section `server`")
+        assert findings[where].cure.startswith("Set server.jetstream.store_dir")
 
 
 def test_a_server_that_could_not_write_is_to_be_restarted(plain: Seen) -> None:
@@ -186,7 +186,7 @@ def test_a_server_that_has_stored_as_much_as_it_may(tmp_path: Path) -> None:
         seen = examined(loaded, monitors=(monitor,))
     (finding,) = (each for each in seen.results["JS053"].findings if each.state is State.FAIL)
     assert finding.found.endswith("of the 1048576 bytes that the server may store are used")
-    assert "Raise jetstream.max_file_store" in finding.cure
+    assert "Raise server.jetstream.max_file_store" in finding.cure
 
 
 async def fill(loaded: Config, stream: str, size: int) -> None:
@@ -535,7 +535,7 @@ def test_versions(plain: Seen) -> None:
     (server,) = plain.facts.monitored
     other = structs.replace(server, varz=structs.replace(server.varz, server_name="n2", version="2.11.4"))
     found = judged(structs.replace(plain.facts, monitored=(server, other))).found("JS041")
-    assert found["n2"] == "version 2.11.4 has neither fast batches nor `aviso-workers agents reset`"
+    assert found["n2"] == "version 2.11.4 has neither fast batches nor `agents reset`"
     assert "n2 2.11.4" in found["cluster"]
 
 

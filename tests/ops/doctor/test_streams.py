@@ -125,7 +125,7 @@ def test_a_stream_without_a_limit_of_bytes(broken: Seen) -> None:
     assert cures["UNLIMITED"] == (
         "Set streams.UNLIMITED.max_bytes in the configuration, then run `aviso-workers streams apply`."
     )
-    assert cures["MARS"].startswith("Set max_bytes, or the event type's storage_policy.max_size, then ")
+    assert cures["MARS"].startswith("Set notification_backend.jetstream.max_bytes, or the event type's ")
     assert "workers.dead_letters.max_bytes" in cures[DEAD_LETTERS]
 
 

@@ -24,6 +24,7 @@ from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import readable
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops.doctor import certificates
+from aviso_workers.ops.doctor.checks.streams import APPLY, JETSTREAM
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
 from aviso_workers.ops.doctor.monitoring_port import LOOPBACK
@@ -40,7 +41,6 @@ SHORTER = (
 )
 READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
-JETSTREAM = "notification_backend.jetstream"
 CERTIFICATE_BEGIN, CERTIFICATE_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
 
@@ -49,8 +49,8 @@ JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
     "JS009",
     "Duplicate windows are longer than publishes are retried",
     why="The server stores a message twice if its publish is repeated after duplicate_window.",
-    cure="Set a streams.{stream}.duplicate_window in the configuration that is as long as the retries, then run "
-    "`aviso-workers streams apply`. Each message id costs memory for that time. " + SHORTER,
+    cure="Set a streams.{stream}.duplicate_window in the configuration that is as long as the retries, "
+    f"{APPLY}. Each message id costs memory for that time. {SHORTER}",
     needs=("agents", "streams"),
 )
 def short_windows(facts: Facts) -> Iterator[Finding]:
@@ -148,8 +148,8 @@ def open_connection(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             place=f"{JETSTREAM}.inbox_prefix",
             found="answers go to _INBOX, where other users of the account hear them",
-            cure="Let the user subscribe to a prefix of its own, as `aviso-workers server render --role` prints it. "
-            "Leave inbox_prefix out.",
+            cure="Let the user subscribe to a prefix of its own, as `aviso-workers server render --role operator` "
+            "prints it for an operator. Leave inbox_prefix out.",
         )
 
 
@@ -165,7 +165,8 @@ def has_user(settings: JetStream, url: str) -> bool:
     "Workers wait longer than an election takes",
     why="A cluster that lost a leader needs 5 to 7 seconds to elect the next. A client that gives up before that "
     "fails, although the cluster recovers.",
-    cure="Set max_reconnect_attempts: 0 (no limit), enable_auto_reconnect: true and publish_deadline_seconds: 30.",
+    cure=f"Set {JETSTREAM}.max_reconnect_attempts: 0 (no limit), enable_auto_reconnect: true and "
+    "publish_deadline_seconds: 30.",
     needs=(),
 )
 def impatient(facts: Facts) -> Iterator[Finding]:
@@ -189,7 +190,8 @@ def impatient(facts: Facts) -> Iterator[Finding]:
     "No agent has dead letters",
     why="Each dead letter is a notification that an agent could not handle.",
     cure="`aviso-workers dead-letters ls --app {app} --agent {agent}` shows the errors. Fix the cause, then run "
-    "`aviso-workers dead-letters retry --app {app} --agent {agent} --yes`, or `drop`.",
+    "`aviso-workers dead-letters retry --app {app} --agent {agent} --yes`, or `aviso-workers dead-letters "
+    "drop --app {app} --agent {agent} --yes`.",
     needs=("dead_letters",),
 )
 def dead_letters(facts: Facts) -> Iterator[Finding]:
@@ -201,8 +203,8 @@ def dead_letters(facts: Facts) -> Iterator[Finding]:
     "JS059",
     "Consumers of agents have no max_deliver",
     why="A server gives up a message that was delivered so often, and no agent handles it.",
-    cure="Start a worker of the agent, or wait for half a minute while one runs: it creates the consumer again, which "
-    "begins after the last position that was recorded without a max_deliver.",
+    cure="Start a worker of the agent (`aviso-workers worker MODULE:APP`), or wait for half a minute while one runs: "
+    "it creates the consumer again, which begins after the last position that was recorded without a max_deliver.",
     needs=(),
 )
 def limited_agents(facts: Facts) -> Iterator[Finding]:
@@ -291,8 +293,8 @@ def _longer_window(stream: StreamInfo, seconds: float) -> str:
     if 0 < stream.config.max_age < needed * SECOND:
         return f"A window of {needed} cannot be set, because {{stream}} has a shorter max_age. {SHORTER}"
     return (
-        f"Set streams.{{stream}}.duplicate_window: {needed} in the configuration, then run `aviso-workers streams "
-        f"apply`. Each message id costs memory for that time. {SHORTER}"
+        f"Set streams.{{stream}}.duplicate_window: {needed} in the configuration, {APPLY}. Each message id costs "
+        f"memory for that time. {SHORTER}"
     )
 
 

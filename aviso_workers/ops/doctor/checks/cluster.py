@@ -94,7 +94,7 @@ def useless_replicas(facts: Facts) -> Iterator[Finding]:
     needs=("monitoring",),
 )
 def diverged_replicas(facts: Facts) -> Iterator[Finding]:
-    """This happens after damage on a disk, and when a server runs with a wrong clock: it deletes messages that are
+    """Replicas differ after damage on a disk, and when a server runs with a wrong clock: it deletes messages that are
     older than `retention_time` by its own clock, and does not get them back when the clock is right again.
 
     The check compares what each server of `--monitor` says of its own replicas: the first and the last sequence and,
@@ -102,8 +102,8 @@ def diverged_replicas(facts: Facts) -> Iterator[Finding]:
     difference is still there.
 
     A replica that is copied anew loses what only it had, so make a backup while the replica with the most messages
-    leads (`aviso-workers backup create`). Without accounts, `ACCOUNT` in the path is `$G`. Continue with the next
-    server when JS017 and JS072 pass.
+    leads (`aviso-workers backup create`). Without accounts, the directory of the account is `$G`. Continue
+    with the next server when JS017 and JS072 pass.
 
     Consumers with replicas, as those of agents, keep their positions. A consumer with one replica on that server
     (`num_replicas: 1`) starts again at its first message. `streams remove-peer` does the same without a stop, if the
@@ -213,7 +213,7 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
     needs=("account", "streams"),
 )
 def own_streams_refused(facts: Facts) -> Iterator[Finding]:
-    """The stream of dead letters has one only if `workers.dead_letters.max_bytes` is set."""
+    """The stream of dead letters has a limit of bytes only if `workers.dead_letters.max_bytes` is set."""
     if not facts.after.account.limits.max_bytes_required:
         return
     kinds = [RETRIES] if facts.config.workers.dead_letters.max_bytes else [DEAD_LETTERS, RETRIES]
@@ -227,7 +227,7 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
 @declare(
     "JS041",
     "All servers have the same version, 2.14 or newer",
-    why="A server before 2.14 has neither fast batches nor `aviso-workers agents reset`. A stream or consumer that "
+    why="A server before 2.14 has neither fast batches nor `agents reset`. A stream or consumer that "
     "uses a feature that its server does not know is offline.",
     cure="Upgrade one server at a time to 2.14 or newer, the oldest first: `nats-server --signal ldm`, replace the "
     "program, start it.",
@@ -242,9 +242,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
         yield Finding(place="cluster", found=", ".join(f"{name} {version}" for name, version in sorted(found.items())))
     for server, version in found.items():
         if tuple(map(int, version.split("-")[0].split(".")[:2])) < COMFORTABLE:
-            yield Finding(
-                place=server, found=f"version {version} has neither fast batches nor `aviso-workers agents reset`"
-            )
+            yield Finding(place=server, found=f"version {version} has neither fast batches nor `agents reset`")
     level = facts.after.account.api.level
     for one in () if "account" in facts.unknown else _kept(facts):
         needed = int(one.config.metadata.get(LEVEL, 0))

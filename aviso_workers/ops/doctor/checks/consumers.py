@@ -10,15 +10,15 @@ from datetime import timedelta
 from functools import partial
 
 from aviso_workers.aviso import schema, topics
-from aviso_workers.aviso.literals import SECOND, quoted
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.batches import Batch
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import ConsumerInfo
-from aviso_workers.ops import agent_report
-from aviso_workers.ops.doctor.checks.streams import overlap
+from aviso_workers.ops import agent_inventory, agent_report
+from aviso_workers.ops.doctor.checks import streams
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
+from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check, quoted_in_cure
 from aviso_workers.ops.timer_report import paused_text
 
 CHECKS: list[Check] = []
@@ -32,8 +32,10 @@ LONG_PAUSE_SECONDS = 86_400
 INFO_CALLS_PER_SECOND = 50
 PINNED_AGAIN = 3
 RETIRED = "If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`. Otherwise start a worker."
+RESUME = "`nats consumer resume {stream} {consumer}` ends the pause."
+UNNEEDED = "If nobody needs the consumer any more, run `aviso-workers consumers rm {stream} {consumer}`."
 DECLARE = "Set streams.{stream}.consumers.{consumer}."
-APPLY = " in the configuration, then run `aviso-workers streams apply`"
+APPLY = f" in the configuration, {streams.APPLY}"
 EXCEEDED = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES"
 """How the subjects of advisories begin of messages that exceed max_deliver."""
 
@@ -69,14 +71,14 @@ def unlimited_deliveries(facts: Facts) -> Iterator[Finding]:
     "JS026",
     "A stream stores the advisories of messages that exceed max_deliver",
     why="The server announces such a message once, to the subscribers of that moment.",
-    cure="Declare a stream with the subject `" + EXCEEDED + ".{stream}.{consumer}`" + APPLY + ".",
+    cure="Declare streams.NAME with the subjects `" + EXCEEDED + ".{stream}.{consumer}`" + APPLY + ".",
 )
 def exceeded_and_not_kept(facts: Facts) -> Iterator[Finding]:
     """Consumers of agents are not checked here: they have no max_deliver (JS059)."""
     kept = [subject for stream in facts.streams.values() for subject in stream.config.subjects]
     for consumer in _foreign(facts):
         advisories = f"{EXCEEDED}.{consumer.stream}.{consumer.name}"
-        if consumer.config.max_deliver > 0 and not any(overlap(subject, advisories) for subject in kept):
+        if consumer.config.max_deliver > 0 and not any(streams.overlap(subject, advisories) for subject in kept):
             found = f"max_deliver {consumer.config.max_deliver}, and no stream stores advisories of messages beyond it"
             yield about(consumer, found)
 
@@ -102,8 +104,8 @@ def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
     "Push consumers have flow control and heartbeats",
     why="Without flow control, the server floods a slow subscriber. Without heartbeats, a subscriber cannot tell a "
     "quiet stream from a broken one.",
-    cure="Run `aviso-workers consumers rm {stream} {consumer}`, and declare the consumer with flow_control and "
-    "idle_heartbeat" + APPLY + ". Or use a pull consumer.",
+    cure="Run `aviso-workers consumers rm {stream} {consumer}`, and declare streams.{stream}.consumers.{consumer} with "
+    "deliver_subject, flow_control and idle_heartbeat" + APPLY + ". Or use a pull consumer.",
 )
 def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
     """The client has to watch for missing heartbeats."""
@@ -118,7 +120,7 @@ def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
     "JS029",
     "Durable push consumers have a subscriber",
     why="No client receives the messages that this consumer pushes.",
-    cure="Start the subscriber. If nobody needs the consumer, run `aviso-workers consumers rm {stream} {consumer}`.",
+    cure=f"Start the subscriber. {UNNEEDED}",
 )
 def push_without_subscriber(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
@@ -131,8 +133,8 @@ def push_without_subscriber(facts: Facts) -> Iterator[Finding]:
     "max_ack_pending is not below the concurrency of an agent",
     why="The server delivers no more than max_ack_pending unacknowledged messages to all workers together, so "
     "handlers of the agent stay idle.",
-    cure="Restart a worker of {app}, which updates the consumer to match the code. If the account has a lower "
-    "max_ack_pending, raise that limit.",
+    cure="Restart a worker of {app} (`aviso-workers worker MODULE:APP`), which updates the consumer to match the "
+    "code. If the account has a lower max_ack_pending, raise that limit.",
     needs=("agents", "consumers", "streams"),
 )
 def held_back(facts: Facts) -> Iterator[Finding]:
@@ -152,7 +154,7 @@ def held_back(facts: Facts) -> Iterator[Finding]:
     "notifications are handled twice at the same time. With a narrower filter, the agent does not receive some "
     "notifications.",
     cure="During a deploy, wait until no worker of another version has run for five minutes. Otherwise restart a "
-    "worker of {app}, which updates the consumer to match the code.",
+    "worker of {app} (`aviso-workers worker MODULE:APP`), which updates the consumer to match the code.",
     needs=("agents", "consumers", "streams"),
 )
 def not_as_the_code_says(facts: Facts) -> Iterator[Finding]:
@@ -210,8 +212,7 @@ def many_consumers(facts: Facts) -> Iterator[Finding]:
     "Durable consumers are in use",
     why="A stream with retention interest or workqueue keeps messages for an unused consumer for ever, and reports "
     "show its lag.",
-    cure="If nobody needs the consumer any more, run `aviso-workers consumers rm {stream} {consumer}`. Otherwise "
-    "start a worker or the client that reads from it.",
+    cure=f"{UNNEEDED} Otherwise start a worker or the client that reads from it.",
 )
 def unused(facts: Facts) -> Iterator[Finding]:
     """The check finds a consumer from which no client pulls, and of which nothing was delivered for 7 days, or since
@@ -222,25 +223,28 @@ def unused(facts: Facts) -> Iterator[Finding]:
         since = consumer.last_delivered or consumer.created
         if consumer.durable and not in_use and since and facts.now - since > UNUSED:
             found = f"no client reads from the consumer, and no message was delivered since {since.date()}"
-            yield about(consumer, found, cure=RETIRED if metadata.is_of_agent(consumer.config) else "")
+            yield about(consumer, found, cure=RETIRED if agent_inventory.agent_of(consumer.name) else "")
 
 
 @declare(
     "JS036",
     "No consumer and no timer is paused for more than a day",
     why="The server delivers nothing to a paused consumer, and its lag grows. No worker runs a paused timer.",
-    cure="`aviso-workers agents resume {app}/{agent}` ends the pause of an agent, and `nats consumer resume "
-    "{stream} {consumer}` that of another consumer. `aviso-workers timers resume` ends that of a timer.",
+    cure="`aviso-workers agents resume {app}/{agent}` ends the pause of an agent, and `aviso-workers timers resume "
+    "MODULE:APP TIMER` that of a timer.",
 )
 def paused(facts: Facts) -> Iterator[Finding]:
     """A timer is found too that has been paused for more than a day."""
     for consumer in facts.consumers.values():
         pause = consumer.paused_until - consumer.time if consumer.paused_until else timedelta()
         if pause.total_seconds() > LONG_PAUSE_SECONDS:
-            yield about(consumer, f"paused for another {pause.days} days")
+            cure = "" if agent_inventory.agent_of(consumer.name) else RESUME
+            yield about(consumer, f"paused for another {pause.days} days", cure=cure)
     for (app, timer), made in facts.pauses.items():
         if max(made.until - facts.now, facts.now - made.since).total_seconds() > LONG_PAUSE_SECONDS:
-            cure = f"`aviso-workers timers resume MODULE:APP {quoted(timer)}` ends the pause, with the app of {app}"
+            cure = (
+                f"`aviso-workers timers resume MODULE:APP {quoted_in_cure(timer)}` ends it, with the app of {{place}}."
+            )
             yield Finding(place=f"{app} > timer {timer}", found=paused_text(made), cure=cure)
 
 

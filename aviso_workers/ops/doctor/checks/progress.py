@@ -15,9 +15,10 @@ from aviso_workers.declare import agents, outputs
 from aviso_workers.errors import WorkerDiedError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, health
+from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, health, worker_health
+from aviso_workers.ops.doctor.checks.consumers import APPLY, UNNEEDED
 from aviso_workers.ops.doctor.facts import Facts, Need
-from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
+from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check, quoted_in_cure
 from aviso_workers.state import delayed_messages, own_streams
 from aviso_workers.state.own_streams import RETRIES
 
@@ -32,10 +33,7 @@ FULL = 0.95
 SLOW_SHARE, SLOW_PERCENTILE = 0.5, 0.99
 NEARLY_ALL_WAITING = 0.9
 MAX_SHOWN = 5
-NO_CLIENT = (
-    "Start the client that reads from the consumer. If nobody needs the consumer any more, run `aviso-workers "
-    "consumers rm {stream} {consumer}`."
-)
+NO_CLIENT = f"Start the client that reads from the consumer. {UNNEEDED}"
 ANY_WORKER = "Start a worker of any app (`aviso-workers worker MODULE:APP`): each of them reads from this consumer."
 CLIENT_FAILS = "Find out why the client that reads from the consumer does not acknowledge, or raise its ack_wait."
 MORE_CLIENTS = "Let more clients read from the consumer, or make them faster."
@@ -48,6 +46,8 @@ NO_ROOM = (
     "No worker can create the consumer, because {limit}. Remove consumers that nobody needs (`aviso-workers consumers "
     "ls {{stream}}`), or raise the limit."
 )
+TRACEBACK = "The workers' log has the traceback at `timer.failed`, `task.failed` or `window.failed`."
+RUN_TIMER = TRACEBACK + " When the cause is gone, `aviso-workers timers run MODULE:APP {}` runs the timer again."
 A_WHILE = timedelta(hours=1)
 GOES_ON = frozenset(("blocked", "two programs", "away", "failing", "pacing", "behind", health.UNKNOWN))
 """The states of an agent that handles something still."""
@@ -97,8 +97,7 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
     "JS023",
     "Acknowledgements take less than half of ack_wait",
     why="The server delivers a message again when ack_wait is over, even if a client is still handling it.",
-    cure="Set a longer streams.{stream}.consumers.{consumer}.ack_wait in the configuration, then run `aviso-workers "
-    "streams apply`. Or let the client report progress.",
+    cure="Set a longer streams.{stream}.consumers.{consumer}.ack_wait" + APPLY + ". Or let the client report progress.",
 )
 def slow_acks(facts: Facts) -> Iterator[Finding]:
     """The server measures ack times of consumers with `sample_freq`. The check warns when 1 % of the acks take longer
@@ -184,7 +183,8 @@ def stalled(facts: Facts) -> Iterator[Finding]:
     why="A message that exceeded max_deliver, or that no consumer's filter matches, stays in the work queue for ever, "
     "and no lag counts it.",
     cure="`aviso-workers streams get {stream} SEQUENCE` shows a message. Handle it by hand and remove it (`nats "
-    "stream rmm {stream} SEQUENCE`), or declare a consumer for the subjects that have none.",
+    "stream rmm {stream} SEQUENCE`), or declare streams.{stream}.consumers.NAME with the filter_subjects that no "
+    "consumer has" + APPLY + ".",
     severity=State.FAIL,
 )
 def hidden(facts: Facts) -> Iterator[Finding]:
@@ -246,13 +246,13 @@ def _cure(facts: Facts, stream: str, consumer: str, state: str) -> str:
     "Due notifications are stored in their streams",
     why="Notifications with a deliver_at in the past wait, because their stream refuses them, or because no running "
     "worker has their event type. They are retried without end, and none is lost.",
-    cure="Start a worker whose configuration has the event type of {place}. If one runs, its log says why the stream "
-    "refuses the notifications (`notification.overdue`).",
+    cure="Start a worker whose configuration has the event type of {place} (`aviso-workers worker MODULE:APP`). If "
+    "one runs, its log says why the stream refuses the notifications (`notification.overdue`).",
     severity=State.FAIL,
 )
 def due(facts: Facts) -> Iterator[Finding]:
-    """The attempts are up to a minute apart, and workers log `notification.overdue`. Such notifications are not counted
-    in JS022 and JS058, because no handler of an agent fails.
+    """Workers try again, up to a minute apart, and log `notification.overdue`. Such notifications are not counted in
+    JS022 and JS058, because no handler of an agent fails.
     """
     for target, count in facts.due.items():
         key = delayed_messages.stream_of(target), delayed_messages.DURABLE
@@ -303,8 +303,7 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
     "JS077",
     "No timer, no task and no function of a window fails",
     why="The function of a timer or of a window, or a task, raises each time. Nothing else of the app stops for that.",
-    cure="The workers' log has the traceback at `timer.failed`, `task.failed` or `window.failed`. When the cause is "
-    "gone, `aviso-workers timers run MODULE:APP NAME` runs a timer again.",
+    cure=f"{TRACEBACK} It runs again by itself.",
     needs=("records",),
 )
 def failing_timers(facts: Facts) -> Iterator[Finding]:
@@ -314,7 +313,25 @@ def failing_timers(facts: Facts) -> Iterator[Finding]:
     for (app, kind, name), failure in facts.failures.items():
         if (kind != "agents" or failure.of_window) and failure.until > facts.now:
             place = f"{app} > {'window of ' if failure.of_window else ''}{kind.removesuffix('s')} {name}"
-            yield Finding(place=place, found=health.failing_text(failure))
+            cure = RUN_TIMER.format(quoted_in_cure(name)) if kind == "timers" else ""
+            yield Finding(place=place, found=health.failing_text(failure), cure=cure)
+
+
+@declare(
+    "JS080",
+    "No worker is lost, and each app runs one version",
+    why="A worker that was killed or cut off no longer does its share. Workers of two versions handle notifications "
+    "differently, and each notification goes to any of them.",
+    cure="`aviso-workers agents ls {app}` says more.",
+    needs=("records",),
+)
+def workers_need_somebody(facts: Facts) -> Iterator[Finding]:
+    """The check says the [state of each worker and app](health.md#workers-and-apps) that needs somebody. A worker that
+    is hindered is left to its agents, of which JS058 says it.
+    """
+    for app, name, found in worker_health.troubles(facts.workers, now=facts.now):
+        if found.needs:
+            yield Finding(place=f"{app} > {name}", found=found.text, cure=found.cure)
 
 
 def _is_idle(before: ConsumerInfo, after: ConsumerInfo) -> bool:
@@ -348,7 +365,7 @@ def _no_room(facts: Facts, stream: StreamInfo) -> str:
     """Return the cure where the stream takes no further consumer; empty where it does."""
     most = facts.after.account.max_consumers(stream.config)
     if 0 < most <= stream.consumers:
-        return NO_ROOM.format(limit=f"{stream.name} has {stream.consumers} consumers, of at most {most}")
+        return NO_ROOM.format(limit=f"{{stream}} has {stream.consumers} consumers, of at most {most}")
     return ""
 
 

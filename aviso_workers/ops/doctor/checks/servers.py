@@ -48,18 +48,19 @@ RECORDED = (
     "APP` removes what the app has recorded."
 )
 MORE_SPACE = (
-    "Raise jetstream.max_file_store and restart the server {place}, or delete messages. Without max_file_store, the "
-    f"limit is three quarters of the space that was free when the server started ({RUNBOOK})."
+    "Raise server.jetstream.max_file_store in the configuration, run `aviso-workers server render` and restart the "
+    "server {place}, or delete messages. Without max_file_store, the limit is three quarters of the space that was "
+    f"free when the server started ({RUNBOOK})."
 )
 ENABLE = (
-    "Set jetstream.store_dir in the section `server` of the configuration, then run `aviso-workers server render` and "
-    "restart the server. In a cluster, at least one server needs JetStream."
+    "Set server.jetstream.store_dir in the configuration, then run `aviso-workers server render` and restart "
+    "the server. In a cluster, at least one server needs JetStream."
 )
 ENABLE_ACCOUNT = (
     "Set server.accounts.NAME.jetstream for the account, run `aviso-workers server render` and reload the servers. If "
     "no stream has a leader afterwards, see JS017."
 )
-SYNC = "in the section `server`, then run `aviso-workers server render --profile production` and restart the server"
+RENDER = "in the configuration, then run `aviso-workers server render` and restart the server"
 
 
 @declare(
@@ -154,7 +155,8 @@ def unserved(facts: Facts) -> Iterator[Finding]:
     "A power cut loses few acknowledged messages",
     why="A nats-server acknowledges a message before it flushes the message to the disk. A power cut loses the "
     "messages in between.",
-    cure="Set jetstream.sync_always: true, or three replicas and sync_interval: 10s, " + SYNC + ".",
+    cure=f"Set server.jetstream.sync_always: true, or three replicas and server.jetstream.sync_interval: 10s, "
+    f"{RENDER}.",
     needs=("monitoring", "streams"),
 )
 def power_cut(facts: Facts) -> Iterator[Finding]:
@@ -296,7 +298,7 @@ def _clock(place: str, ahead_seconds: float, uncertain_seconds: float, than: str
     needs=("monitoring", "streams"),
 )
 def same_place(facts: Facts) -> Iterator[Finding]:
-    """It happens to a stream that is older than the setting."""
+    """A stream that is older than `unique_tag` may have replicas in one zone."""
     for key in {one.varz.jetstream.config.unique_tag for one in facts.monitored} - {""}:
         places = {one.name: [tag for tag in one.varz.tags if tag.startswith(key)] for one in facts.monitored}
         for stream in facts.streams.values():
@@ -354,7 +356,7 @@ def even_servers(facts: Facts) -> Iterator[Finding]:
     "JS052",
     "No server stores streams in a temporary directory",
     why="The operating system empties directories for temporary files when the machine starts, or when it needs space.",
-    cure="Stop the server, move the directory, and set jetstream.store_dir " + SYNC + ".",
+    cure=f"Stop the server, move the directory, and set server.jetstream.store_dir {RENDER}.",
     severity=State.FAIL,
     production=True,
 )
@@ -369,7 +371,7 @@ def temporary(facts: Facts) -> Iterator[Finding]:
     "The disk has space for all messages that the server may store",
     why="A server that could not write a message refuses all further messages of that stream, even when the disk has "
     "space again.",
-    cure="Use a disk of two to three times max_file_store, or lower jetstream.max_file_store " + SYNC + ".",
+    cure=f"Use a disk of two to three times max_file_store, or lower server.jetstream.max_file_store {RENDER}.",
 )
 def small_disk(facts: Facts) -> Iterator[Finding]:
     """`max_file_store` is the limit; if it is not set, the server took three quarters of the free space at its start.
@@ -410,7 +412,8 @@ def small_disk(facts: Facts) -> Iterator[Finding]:
     "No stream with many publishes waits for sync_always",
     why="With sync_always, every write waits for the disk, which allows some hundred to some thousand messages a "
     "second.",
-    cure="Publish in batches (app.notify_many), or use three replicas with sync_interval: 10s " + SYNC + ".",
+    cure="Publish in batches (app.notify_many), or use three replicas with server.jetstream.sync_interval: 10s and "
+    f"without sync_always {RENDER}.",
     needs=("monitoring", "streams"),
 )
 def slow_disk(facts: Facts) -> Iterator[Finding]:
@@ -453,7 +456,7 @@ def not_encrypted(facts: Facts) -> Iterator[Finding]:
     why="The server cuts off a client that reads too slowly, and the client has to connect again. At max_connections, "
     "no further client can connect.",
     cure="The server's log names the slow client (`Slow Consumer Detected`): give it more processes or smaller pulls. "
-    "If connections run out, raise server.max_connections.",
+    f"If connections run out, raise server.max_connections {RENDER}.",
 )
 def slow_clients(facts: Facts) -> Iterator[Finding]:
     """The check warns when a server cut off slow clients within the last day, or uses four fifths of its

@@ -23,24 +23,25 @@ REPLICAS = 3
 NEARLY_FULL, FULL = 0.80, 0.95
 MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
 BY_KEY = "KV_"
-OUR_REPLICAS = "Set notification_backend.jetstream.replicas: 3, and start a worker that uses {stream}."
+JETSTREAM = "notification_backend.jetstream"
+APPLY = "then run `aviso-workers streams apply`"
+OUR_REPLICAS = f"Set {JETSTREAM}.replicas: 3, and start a worker that uses {{stream}}."
 DEAD_LETTERS_LIMIT = "Set workers.dead_letters.max_bytes, and start a worker."
 DEAD_LETTERS_FULL = (
-    "Run `aviso-workers dead-letters ls`, then `retry` or `drop` the dead letters. Or raise "
-    "workers.dead_letters.max_bytes."
+    "`aviso-workers dead-letters ls` lists the dead letters. `aviso-workers dead-letters retry --app APP` returns them "
+    "to their agents, and `aviso-workers dead-letters drop --app APP` erases them. Or raise "
+    "workers.dead_letters.max_bytes, and start a worker."
 )
 RESTORE_SET = "If no restore is running, restore the same set again: `aviso-workers backup restore --all DIRECTORY`."
-APPLY = "then run `aviso-workers streams apply`"
-BUCKETS_REPLICAS = (
-    f"{OUR_REPLICAS} If no worker uses it, set streams.{{stream}}.num_replicas: 3 in the configuration, {APPLY}."
-)
+DECLARED_REPLICAS = f"Set streams.{{stream}}.num_replicas: 3 in the configuration, {APPLY}."
+BUCKETS_REPLICAS = f"{OUR_REPLICAS} If no worker uses it: {DECLARED_REPLICAS}"
 
 
 @declare(
     "JS001",
     "Every stream has a limit of bytes",
     why="A stream without max_bytes can fill the disk, and then all streams of the server refuse messages.",
-    cure="Set max_bytes, or the event type's storage_policy.max_size, " + APPLY + ".",
+    cure=f"Set {JETSTREAM}.max_bytes, or the event type's storage_policy.max_size, {APPLY}.",
     cure_of_others="Set streams.{stream}.max_bytes in the configuration, " + APPLY + ".",
     production=True,
 )
@@ -59,7 +60,7 @@ def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
     "Every stream has a limit of age or of messages",
     why="A stream without max_age and max_msgs keeps all messages until max_bytes is reached. Then the server removes "
     "the oldest messages, whatever their age.",
-    cure="Set retention_time or max_messages, " + APPLY + ".",
+    cure=f"Set {JETSTREAM}.retention_time or max_messages, {APPLY}.",
     cure_of_others="Set streams.{stream}.max_age in the configuration, " + APPLY + ".",
     production=True,
 )
@@ -76,8 +77,8 @@ def unlimited_age(facts: Facts) -> Iterator[Finding]:
     "JS003",
     "Every stream has three replicas",
     why="A stream with one replica is unavailable while its server is down, and is lost with the disk of that server.",
-    cure="Set notification_backend.jetstream.replicas: 3, " + APPLY + ".",
-    cure_of_others="Set streams.{stream}.num_replicas: 3 in the configuration, " + APPLY + ".",
+    cure=f"Set {JETSTREAM}.replicas: 3, {APPLY}.",
+    cure_of_others=DECLARED_REPLICAS,
     severity=State.FAIL,
     production=True,
 )
@@ -99,8 +100,8 @@ def few_replicas(facts: Facts) -> Iterator[Finding]:
     "Every stream has an odd number of replicas",
     why="Four replicas survive the loss of one server, as three do, because a majority of four is three. Two replicas "
     "survive no loss.",
-    cure="Set notification_backend.jetstream.replicas: 3, " + APPLY + ".",
-    cure_of_others="Set streams.{stream}.num_replicas: 3 in the configuration, " + APPLY + ".",
+    cure=f"Set {JETSTREAM}.replicas: 3, {APPLY}.",
+    cure_of_others=DECLARED_REPLICAS,
 )
 def even_replicas(facts: Facts) -> Iterator[Finding]:
     for stream in facts.streams.values():
@@ -113,7 +114,8 @@ def even_replicas(facts: Facts) -> Iterator[Finding]:
     "Every stream is stored on disk",
     why="A stream in memory is lost when all its servers stop, also when an operator stops them.",
     cure="The storage of a stream cannot be changed. Back up the stream (`aviso-workers backup create {stream} --to "
-    "DIRECTORY`), remove the stream, and run `aviso-workers backup restore DIRECTORY/{stream}/TIME --storage file`.",
+    "DIRECTORY`), remove the stream (`aviso-workers streams rm {stream}`), and run `aviso-workers backup restore "
+    "DIRECTORY/{stream}/TIME --storage file`.",
     severity=State.FAIL,
     production=True,
 )
@@ -127,8 +129,11 @@ def in_memory(facts: Facts) -> Iterator[Finding]:
     "JS006",
     "Streams with discard: new have space left",
     why="A full stream with discard: new refuses every publish with JetStream's error 10077.",
-    cure="Raise the limit, or set discard_policy: old, so that new messages replace the oldest, " + APPLY + ".",
-    cure_of_others="Delete messages, or set a higher limit: streams.{stream}.max_bytes, " + APPLY + ".",
+    cure=f"Set a higher {JETSTREAM}.max_bytes or max_messages, or discard_policy: old, so that new messages replace "
+    f"the oldest, {APPLY}.",
+    cure_of_others="Set a higher streams.{stream}.max_bytes or max_msgs in the configuration, "
+    + APPLY
+    + ". Or delete all but the newest messages: `aviso-workers streams purge {stream} --keep COUNT`.",
 )
 def full(facts: Facts) -> Iterator[Finding]:
     """The check says WARN from 80 % and FAIL from 95 %. The stream of dead letters is such a stream. When it is full, a
@@ -155,8 +160,10 @@ def full(facts: Facts) -> Iterator[Finding]:
     "JS008",
     "Streams with retention interest have a consumer",
     why="With retention interest, the server drops a message at once if the stream has no consumer for the message.",
-    cure="Start the consumers before the publishers. Or create a new stream with retention limits (retention_policy: "
-    "limits), which keeps messages without consumers.",
+    cure=f"Start the consumers before the publishers. Or set {JETSTREAM}.retention_policy: limits, which keeps "
+    f"messages without consumers, {APPLY}.",
+    cure_of_others="Start the consumers before the publishers. Or set streams.{stream}.retention: limits in the "
+    f"configuration, which keeps messages without consumers, {APPLY}.",
     severity=State.FAIL,
 )
 def no_interest(facts: Facts) -> Iterator[Finding]:
@@ -339,13 +346,14 @@ def two_histories(facts: Facts) -> Iterator[Finding]:
     "Mirrors have the messages of their origins",
     why="A mirror continues after the last sequence that it has. So it never receives the earlier messages of an "
     "origin that was recreated or restored.",
-    cure="Back up the mirror (`aviso-workers backup create {stream} --to DIRECTORY`), remove it, and create it again.",
+    cure="Back up the mirror (`aviso-workers backup create {stream} --to DIRECTORY`), remove it (`aviso-workers "
+    "streams rm {stream}`), and create it again, with `aviso-workers streams apply` if the configuration has it.",
     severity=State.FAIL,
 )
 def other_histories(facts: Facts) -> Iterator[Finding]:
-    """Its lag is 0 all the same. The check compares some messages of both by time, subject and body. It does not
-    compare an origin that does not answer. [Mirrors and failover](../failover.md#does-it-follow) says what the
-    comparison cannot see.
+    """A mirror of a recreated origin has a lag of 0. The check compares some messages of both by time, subject and
+    body. It does not compare an origin that does not answer. [Mirrors and failover](../failover.md#does-it-follow)
+    says what the comparison cannot see.
     """
     for link in facts.links:
         if link.divergence:
