@@ -472,8 +472,8 @@ def dependency_away(scene: Scene) -> Iterator[None]:
     "An agent that tries without end fails again and again",
     attempts=None,
     state=r"blocked: .*: RuntimeError: the archive does not answer .*",
-    fails=["JS058"],
-    alerts=["AvisoAgentNeedsSomebody", "AvisoDoctorFails"],
+    warns=["JS058"],
+    alerts=["AvisoAgentNeedsSomebody", "AvisoDoctorWarns"],
     passing=["AvisoRetriesRising"],
     cure="Repair the cause; `aviso-workers agents retry APP/AGENT` tries at once, `agents skip` makes dead letters",
 )
