@@ -393,7 +393,8 @@ async def audit(question: Question) -> Page:
     found = await asked(denied := Denials(), "actions", question.actions.audit.newest(SHOWN_ACTIONS), [])
     who, of = question.asked("who"), question.asked("of")
     shown = [each for each in found if who in ("", each.record.who) and of in each.record.of]
-    return Page("audit.html", "Audit", {"actions": shown, "most": SHOWN_ACTIONS, "denied": denied.text()})
+    values = {"actions": shown, "newest": len(found), "most": SHOWN_ACTIONS, "denied": denied.text()}
+    return Page("audit.html", "Audit", values)
 
 
 async def settings(question: Question) -> Page:

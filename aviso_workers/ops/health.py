@@ -400,6 +400,8 @@ def _failing(a: AgentFacts) -> Found:
     failure = known(a.failure)
     if failure is None or failure.until <= a.now:
         return None
+    if any(each.away.partition(":")[0] == failure.error for _, each in a.at_work):
+        return None  # the calls of the time before it was known to be away
     if not a.retrying and not failure.of_window and failure.handled is not None and failure.handled >= failure.last:
         return None
     retried = f"; {len(a.retrying)} are tried again" if a.retrying else ""

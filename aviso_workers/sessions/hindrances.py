@@ -1,4 +1,4 @@
-"""What keeps a worker from being ready, as the facts say it. `/readyz` tells it (`telemetry.readiness`), and the worker
+"""What keeps a worker from being ready, as the facts say it. `/readyz` tells it (`telemetry.listeners`), and the worker
 records it for operators (`worker_recorder`).
 """
 

@@ -325,6 +325,13 @@ def test_an_agent_is_said_to_be_what_it_is(row: str) -> None:
     assert bool(found.cure) == found.is_trouble
 
 
+@pytest.mark.parametrize(("error", "also"), [("ConnectError", 0), ("ValueError", 1)])
+def test_what_failed_before_it_was_known_to_be_away_is_said_once(error: str, also: int) -> None:
+    away = worker(away="ConnectError: x", away_seconds=9)
+    found = judge(facts(EARLIER, **BUSY, failure=failure(error=error), workers=(away,)))
+    assert (found.state, len(found.also)) == ("away", also), found.text
+
+
 @pytest.mark.parametrize("left_out", CONDITIONS, ids=lambda each: each.name)
 def test_each_condition_is_told_by_a_row(left_out: health.Condition, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "RULES", {name: holds for name, holds in RULES.items() if name != left_out.name})

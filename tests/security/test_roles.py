@@ -407,7 +407,7 @@ async def test_the_role_of_a_former_version_is_refused_with_the_right_that_is_mi
         everything = configure(server.url, user="everything", password="everything")
         await make_streams(everything, own_streams_of("worker", everything))
         app = an_app(configure(server.url, user="role", password="role"))
-        with pytest.raises(DeniedError, match=r"INFO\.KV_field__state.*`aviso-workers server render --role worker`"):
+        with pytest.raises(DeniedError, match=r"INFO\.KV_field__state.*server render --role worker --app MODULE:APP`"):
             async with app.running():
                 await anyio.sleep_forever()
 
