@@ -123,7 +123,9 @@ class Operator:
                     found.append(f"  {what} of {agent}: {', '.join(f'{name} {word}' for name, word in words.items())}")
         if doctor.result().code < 2:
             codes = {each["code"] for each in json.loads(doctor.result().out)["checks"] if each["state"] in WRONG}
-            if ("JS058" in codes) != any(each["needs"] and each["state"] != "unknown" for each in said["agents ls"].values()):
+            if ("JS058" in codes) != any(
+                each["needs"] and each["state"] != "unknown" for each in said["agents ls"].values()
+            ):
                 found.append(f"  JS058 {'finds' if 'JS058' in codes else 'does not find'} that somebody is needed")
         return found
 
