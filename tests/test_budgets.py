@@ -15,7 +15,7 @@ BUDGETS = {
     "code of agents": 476,
     "code of cli": 3_040,
     "code of console": 1_740,
-    "code of ops": 8_001,
+    "code of ops": 7_817,
     "code of projects": 29,
     "code of server": 1_119,
     "code of spark": 3_193,
