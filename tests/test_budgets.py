@@ -14,7 +14,7 @@ BUDGETS = {
     "code of the core": 22_218,
     "code of agents": 476,
     "code of cli": 3_040,
-    "code of console": 1_740,
+    "code of console": 1_707,
     "code of ops": 7_817,
     "code of projects": 29,
     "code of server": 1_119,
