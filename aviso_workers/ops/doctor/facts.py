@@ -50,10 +50,6 @@ from aviso_workers.ops.health import Unknown
 from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import worker_records
-from aviso_workers.state.consumer_records import ConsumerRecord
-from aviso_workers.state.declarations import AppDeclarations, Deploy
-from aviso_workers.state.failure_records import LastFailure
-from aviso_workers.state.timer_requests import Pause
 from aviso_workers.state.worker_records import AppWorkers
 
 T = TypeVar("T")
@@ -116,18 +112,10 @@ class Sample(Struct, frozen=True, kw_only=True):
 class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """The facts that are requested once, and not with each sample."""
 
-    now: datetime
-    """By the server's clock where that is known, as the times of records are."""
     dead_letters: Mapping[tuple[str, str], int]
     """Dead letters that are kept, by app and agent."""
-    records: Mapping[tuple[str, str], ConsumerRecord]
-    """The records of workers on agents' consumers, by stream and consumer."""
-    functions: Mapping[tuple[str, str], tuple[str, ...]]
-    """The functions of agents whose workers run several, by stream and consumer."""
-    failures: Mapping[tuple[str, str, str], LastFailure]
-    """The last failures of agents, timers and tasks, by app, kind and name."""
-    pauses: Mapping[tuple[str, str], Pause]
-    """The pauses of timers, by app and timer."""
+    recorded: Recorded
+    """What workers have recorded, and what operators have ordered of timers; empty where that is not known."""
     run_alone: tuple[RunAlone, ...]
     """Notifications that are run alone, because a worker process ended while they ran."""
     due: Mapping[str, int]
@@ -141,12 +129,8 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """Streams that follow others, or did until they were promoted, and their origins as far as these answer."""
     is_strict: bool | None
     """Whether JetStream's API refuses requests with unknown fields; None where that is not known."""
-    deploys: Mapping[str, tuple[Deploy, ...]] = {}
-    """The last deploys, by app."""
     oldest_pending: Mapping[tuple[str, str], datetime] = {}
     """As `snapshots.oldest_pending` returns it."""
-    apps: Mapping[str, AppDeclarations] = {}
-    """What the apps have declared."""
     workers: dict[str, AppWorkers] | Unknown = {}
     """By app, as far as they have recorded themselves."""
 
@@ -178,6 +162,11 @@ class Facts(_UnsampledFacts, frozen=True, kw_only=True):
     """Whether our user has a name, and hears answers where other users can hear them too."""
 
     @property
+    def now(self) -> datetime:
+        """By the server's clock where that is known, as the times of records are."""
+        return self.recorded.time
+
+    @property
     def streams(self) -> Mapping[str, StreamInfo]:
         return self.after.streams
 
@@ -199,15 +188,7 @@ class Facts(_UnsampledFacts, frozen=True, kw_only=True):
             unavailable=[*sample.unavailable, *(each for each in silent if each not in known)],
             consumers=dict(sample.consumers),
             oldest_pending=self.oldest_pending,
-            recorded=Recorded(
-                time=self.now,
-                consumers=dict(self.records),
-                functions=dict(self.functions),
-                failures=dict(self.failures),
-                pauses={},
-                runs={},
-                deploys=dict(self.deploys),
-            ),
+            recorded=self.recorded,
             workers=self.workers,
             denied=Denials(),
         )
@@ -320,14 +301,11 @@ async def _unsampled_facts(
         links = _Later(tasks, lambda: ask("streams", lambda: Mirrors(admin).links(after.streams.values())))
         monitored = _Later(tasks, lambda: _monitored(config, requests, server, scope))
         is_strict = _Later(tasks, lambda: monitoring_port.is_strict(admin))
-    kept, (servers, unreachable, looks) = recorded.result, monitored.result
+    nothing = Recorded(time=datetime.now(UTC), consumers={}, functions={}, failures={}, pauses={}, runs={})
+    servers, unreachable, looks = monitored.result
     return _UnsampledFacts(
-        now=kept.time if kept else datetime.now(UTC),
         dead_letters=dead_letters.result or {},
-        records=kept.consumers if kept else {},
-        functions=kept.functions if kept else {},
-        failures=kept.failures if kept else {},
-        pauses=kept.pauses if kept else {},
+        recorded=recorded.result or nothing,
         run_alone=tuple(run_alone.result or ()),
         due=due.result or {},
         monitored=servers,
@@ -335,8 +313,6 @@ async def _unsampled_facts(
         looks=looks,
         links=tuple(links.result or ()),
         is_strict=is_strict.result,
-        deploys=kept.deploys if kept else {},
-        apps=kept.apps if kept else {},
         oldest_pending=oldest.result or {},
         workers=Unknown(requests.unknown["records"]) if workers.result is None else workers.result,
     )

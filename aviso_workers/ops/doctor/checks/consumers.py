@@ -230,7 +230,7 @@ def paused(facts: Facts) -> Iterator[Finding]:
         if pause.total_seconds() > LONG_PAUSE_SECONDS:
             cure = "" if agent_inventory.agent_of(consumer.name) else RESUME
             yield about(consumer, f"paused for another {pause.days} days", cure=cure)
-    for (app, timer), made in facts.pauses.items():
+    for (app, timer), made in facts.recorded.pauses.items():
         if max(made.until - facts.now, facts.now - made.since).total_seconds() > LONG_PAUSE_SECONDS:
             cure = (
                 f"`aviso-workers timers resume MODULE:APP {quoted_in_cure(timer)}` ends it, with the app of {{place}}."

@@ -201,7 +201,7 @@ def agents_need_somebody(facts: Facts) -> Iterator[Finding]:
     """
     at = facts.elapsed_seconds
     now, before = facts.snapshot(facts.after, at), facts.snapshot(facts.before, 0.0)
-    declared = agent_report.declared(facts.config, facts.apps)
+    declared = agent_report.declared(facts.config, facts.recorded.apps)
     for agent in facts.scope.agents or ():
         declared.append((facts.scope.app, agent.name, aviso_admin.stream_of(facts.config, agent.event_type)))
     for (stream, consumer), found in agent_report.by_consumer(now, before, declared=declared).items():
@@ -287,7 +287,7 @@ def failing_timers(facts: Facts) -> Iterator[Finding]:
     """The check warns of a timer whose last tick failed, and of a task or a function of a window that failed and has
     not run for a minute since. Workers record it in the bucket `<app>__state`, and `agents ls` shows it too.
     """
-    for (app, kind, name), failure in facts.failures.items():
+    for (app, kind, name), failure in facts.recorded.failures.items():
         if (kind != "agents" or failure.of_window) and failure.until > facts.now:
             place = f"{app} > {'window of ' if failure.of_window else ''}{kind.removesuffix('s')} {name}"
             cure = RUN_TIMER.format(quoted_in_cure(name)) if kind == "timers" else ""
@@ -359,7 +359,7 @@ def _wait_after_a_death(facts: Facts) -> Iterator[tuple[tuple[str, str], int]]:
     """Yield the sequences that are tried again because a worker ended while it handled them, with their consumers."""
     for stream, consumer in facts.consumers:
         app, agent = agent_inventory.agent_of(consumer) or ("", "")
-        failure = facts.failures.get((app, "agents", agent))
+        failure = facts.recorded.failures.get((app, "agents", agent))
         if failure and failure.until > facts.now and not own_streams.app_of(RETRIES, stream):
             for each in failure.retrying:
                 if each.error.partition(":")[0] == WorkerDiedError.__name__:

@@ -115,7 +115,7 @@ def missing_streams(facts: Facts) -> Iterator[Finding]:
 
 def _trace_of(stream: str, facts: Facts) -> str:
     """Return what shows that a stream was there; empty where nothing does: then it was not created yet."""
-    for (name, consumer), record in facts.records.items():
+    for (name, consumer), record in facts.recorded.consumers.items():
         if name == stream and not record.removed:
             return f"{consumer} has read it up to sequence {record.ack_floor}"
     if backup := facts.backups.get(stream):
