@@ -15,7 +15,7 @@ BUDGETS = {
     "code of agents": 476,
     "code of cli": 3_012,
     "code of console": 1_707,
-    "code of ops": 7_796,
+    "code of ops": 7_770,
     "code of projects": 29,
     "code of server": 1_119,
     "code of spark": 3_193,

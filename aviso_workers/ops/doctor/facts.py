@@ -8,7 +8,7 @@ that none of its tables, streams and consumers is made.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -51,6 +51,7 @@ from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import worker_records
 from aviso_workers.state.worker_records import AppWorkers
+from aviso_workers.task_groups import asked_of_each
 
 T = TypeVar("T")
 
@@ -70,8 +71,6 @@ MAX_LATER, LATER_SECONDS = 3, 1.0
 stream is behind for moments."""
 MAX_ADVISORY_BYTES = 32 << 20
 """Of all advisories of an examination: any client may publish on their subjects."""
-AT_ONCE = 32
-"""The most requests that run side by side."""
 
 
 class Scope(Struct, frozen=True, kw_only=True):
@@ -366,58 +365,34 @@ class _Requests:
         listing would wait for those again.
         """
         away = before.unavailable if before else frozenset[str]()
-        names: list[str] = []
-        listed: list[StreamInfo] = []
-        may_list = True
-
-        async def list_names() -> None:
-            names.extend(await self._admin.stream_names())
-
-        async def list_streams() -> None:
-            nonlocal may_list
-            try:
-                listed.extend(await self._admin.streams())
-            except DeniedError:
-                may_list = False
-                raise
-
-        await self._all("streams", [list_names, *([] if away else [list_streams])], within=LISTING_SECONDS)
+        listings: dict[str, Callable[[], Awaitable[Any]]] = {"names": self._admin.stream_names}
+        if not away:
+            listings["streams"] = self._admin.streams
+        answers = await self._all("streams", listings, lambda kind: listings[kind]())
+        names, listed = answers["names"] or (), answers.get("streams") or ()
+        may_list = "streams" not in self.denied
         if away:
-            asked = [partial(self._stream, name) for name in names if name not in away]
-            listed = [each for each in await self._all("streams", asked, within=LISTING_SECONDS) if each]
-        found = {stream.name: stream for stream in listed}
-        consumed = [partial(self._consumers, stream.name) for stream in found.values() if stream.consumers]
-        consumers = [
-            each for answer in await self._all("consumers", consumed, within=LISTING_SECONDS) for each in answer or ()
-        ]
-        named = await self._all(
-            "consumers", [partial(self._consumer_names, stream) for stream in found.values()], within=LISTING_SECONDS
-        )
+            by_name = await self._all("streams", [name for name in names if name not in away], self._stream)
+            listed = filter(None, by_name.values())
+        found: dict[str, StreamInfo] = {stream.name: stream for stream in listed}
+        consumed = [name for name, stream in found.items() if stream.consumers]
+        consumers = await self._all("consumers", consumed, self._consumers)
+        named = await self._all("consumers", found, lambda name: self._consumer_names(found[name]))
         within = UNREACHABLE_SECONDS if "streams" in self.unknown else ANSWER_SECONDS
         account = await self.ask("account", self._administration.account, within=within) or AccountInfo()
         return Sample(
             streams=found,
             unavailable=frozenset(names) - found.keys() if may_list else frozenset(),
-            consumers={(consumer.stream, consumer.name): consumer for consumer in consumers},
-            names={stream: names for stream, names in zip(found, named, strict=True) if names is not None},
+            consumers={(each.stream, each.name): each for answer in consumers.values() for each in answer or ()},
+            names={stream: names for stream, names in named.items() if names is not None},
             account=account,
         )
 
     async def _all(
-        self, need: Need, requests: Sequence[Callable[[], Awaitable[T]]], *, within: float = ANSWER_SECONDS
-    ) -> list[T | None]:
-        """Return the answers to all requests, which run side by side, some at a time; None where there is no answer."""
-        answers: list[T | None] = [None] * len(requests)
-        limiter = anyio.CapacityLimiter(AT_ONCE)
-
-        async def put(index: int) -> None:
-            async with limiter:
-                answers[index] = await self.ask(need, requests[index], within=within)
-
-        async with anyio.create_task_group() as tasks:
-            for index in range(len(requests)):
-                tasks.start_soon(put, index)
-        return answers
+        self, need: Need, names: Iterable[str], request: Callable[[str], Awaitable[T]]
+    ) -> dict[str, T | None]:
+        """Return the answers to a request for each name; None where there is no answer."""
+        return await asked_of_each(names, lambda name: self.ask(need, partial(request, name), within=LISTING_SECONDS))
 
     async def _stream(self, name: str) -> StreamInfo | None:
         with suppress(NotFoundError, UnavailableError):  # deleted meanwhile, or lost meanwhile
@@ -436,19 +411,16 @@ class _Requests:
     ) -> tuple[tuple[Monitored, ...], dict[str, str]]:
         found: list[Monitored] = []
         unreachable: dict[str, str] = {}
-        answers: dict[str, Monitored] = {}
 
-        async def inspect(url: str) -> None:
+        async def inspect(url: str) -> Monitored | None:
             try:
-                answers[url] = await anyio.to_thread.run_sync(monitoring_port.inspect, url, abandon_on_cancel=True)
+                return await anyio.to_thread.run_sync(monitoring_port.inspect, url, abandon_on_cancel=True)
             except ServerProcessError as error:
                 unreachable[url] = str(error)
+                return None
 
-        async with anyio.create_task_group() as tasks:
-            for url in urls:
-                tasks.start_soon(inspect, url)
-        for url in urls:
-            if (one := answers.get(url)) is None:
+        for url, one in (await asked_of_each(urls, inspect)).items():
+            if one is None:
                 continue
             is_assumed = named and not of.id  # the server that we are connected to did not say which one it is
             if not (is_assumed or one.is_of(of)):
