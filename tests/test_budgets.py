@@ -13,9 +13,9 @@ import _figures
 BUDGETS = {
     "code of the core": 22_218,
     "code of agents": 476,
-    "code of cli": 3_040,
-    "code of console": 1_740,
-    "code of ops": 8_001,
+    "code of cli": 3_012,
+    "code of console": 1_707,
+    "code of ops": 7_770,
     "code of projects": 29,
     "code of server": 1_119,
     "code of spark": 3_193,
