@@ -27,16 +27,8 @@ from aviso_workers.aviso import literals
 from aviso_workers.config.documents import KeyPlace, YamlNode, resolved
 from aviso_workers.config.secrets import Secret, ServerUrls
 
-_BOOLEANS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+_KINDS = {dict: "a mapping", list: "a list", bool: "true or false", int: "a number", float: "a number"}
 _I64 = 2**63
 _POLICY = re.compile(r"notification_schema\.(.+)\.storage_policy\.(\w+)")
 _POLICIES = re.compile(r"notification_schema\..+\.storage_policy")
@@ -222,12 +214,9 @@ def _nearest(name: str, known: Iterable[str], *, cutoff: float) -> str:
 
 def _section_of(key: str, wanted: inspect.StructType) -> str:
     """Return the section below in which the key is one of ours; empty where it is in none."""
-    for field in wanted.fields:
-        section = without_none(field.type)
-        fields = section.fields if isinstance(section, inspect.StructType) else ()
-        if any(inside.name == key and _is_ours(inside.type) for inside in fields):
-            return field.name
-    return ""
+    sections = [(field.name, without_none(field.type)) for field in wanted.fields]
+    inside = ((name, each) for name, of in sections if isinstance(of, inspect.StructType) for each in of.fields)
+    return next((name for name, each in inside if each.name == key and _is_ours(each.type)), "")
 
 
 def _is_ours(type_: inspect.Type) -> bool:
@@ -273,7 +262,10 @@ def _scalar(node: YamlNode, expected: str) -> str:
 def _unbounded(node: YamlNode, wanted: inspect.Type) -> Any:
     match wanted:
         case inspect.StrType(min_length=shortest):
-            return _not_empty(_text(node)) if shortest else _text(node)
+            text = _text(node)
+            if shortest and not text.strip():
+                raise ValueError("must not be empty")
+            return text
         case inspect.BoolType():
             return _boolean(node)
         case inspect.DateTimeType():
@@ -357,26 +349,11 @@ def _custom(node: YamlNode, wanted: type) -> object:
         raise ValueError(f"is invalid: {str(error).replace(repr(text), 'this text')}") from None
 
 
-def _not_empty(text: str) -> str:
-    if not text.strip():
-        raise ValueError("must not be empty")
-    return text
-
-
 def _shown(node: YamlNode) -> str:
     """Return what a node has instead of what is expected. Its text is not repeated: a password may stand in the wrong
     place."""
-    if isinstance(node.value, dict | list):
-        return "a mapping" if isinstance(node.value, dict) else "a list"
-    match node.resolved:
-        case None | "":
-            return "nothing"
-        case bool():
-            return "true or false"
-        case int() | float():
-            return "a number"
-        case _:
-            return "text"
+    value = node.resolved
+    return "nothing" if value in (None, "") else _KINDS.get(type(value), "text")
 
 
 def _cut(text: str) -> str:

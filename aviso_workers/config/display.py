@@ -14,7 +14,7 @@ import yaml
 from msgspec import Struct
 
 from aviso_workers.aviso.literals import Duration, Size, SizeLimit
-from aviso_workers.config.documents import resolved
+from aviso_workers.config.documents import keys_of, resolved
 from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls, address_only, without_user
 from aviso_workers.config.settings import Config, Document
 
@@ -86,16 +86,10 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 def _written(value: Any) -> Any:
     if isinstance(value, Struct):
-        given = {**_tag(value), **{name: getattr(value, name) for name in value.__struct_fields__}}
-        value = {key: item for key, item in given.items() if item is not None}
+        value = {key: item for key, item in keys_of(value).items() if item is not None}
     if isinstance(value, dict):
         return {key: _written(item) for key, item in value.items()}
     return [_written(item) for item in value] if isinstance(value, tuple) else _shown("", value)
-
-
-def _tag(value: Struct) -> dict[str, Any]:
-    tag = value.__struct_config__
-    return {tag.tag_field: tag.tag} if tag.tag_field else {}
 
 
 def _is_plain(path: str, value: Any, agents: Mapping[str, type[Struct]]) -> bool:
@@ -104,16 +98,13 @@ def _is_plain(path: str, value: Any, agents: Mapping[str, type[Struct]]) -> bool
     name, _, key = path.removeprefix(_AGENTS).partition(".")
     if _TELLTALE.search(key):
         return False
-    return isinstance(value, bool | int | float) or key.partition(".")[0] in _fields(agents.get(name))
-
-
-def _fields(settings: type[Struct] | None) -> tuple[str, ...]:
-    return settings.__struct_fields__ if settings else ()
+    known: tuple[str, ...] = getattr(agents.get(name), "__struct_fields__", ())
+    return isinstance(value, bool | int | float) or key.partition(".")[0] in known
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Struct):
-        value = {**_tag(value), **{name: getattr(value, name) for name in value.__struct_fields__}}
+        value = keys_of(value)
     if not isinstance(value, dict):
         yield path, _shown(path, value)
         return

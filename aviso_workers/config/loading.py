@@ -16,7 +16,6 @@ from itertools import chain
 from os.path import isfile
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from msgspec import Struct, inspect, structs
 
@@ -28,7 +27,7 @@ from aviso_workers.config.conversion import Reader
 from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS, WORKERS_FILE, overrides
 from aviso_workers.config.schema_entries import EventTypes
-from aviso_workers.config.secrets import Secret
+from aviso_workers.config.secrets import Secret, is_url
 from aviso_workers.config.settings import Config, Document, JetStream, Lineage, NotificationBackend
 from aviso_workers.errors import ConfigError
 from aviso_workers.jetstream.fields import DeclaredStream
@@ -507,23 +506,13 @@ def _lineage_mistakes(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     if (lineage.subject is None) == (lineage.url is None):
         yield "workers.lineage", "must have either a subject or a url"
-    if lineage.subject is not None and not re.fullmatch(r"[^\s.*>]+(\.[^\s.*>]+)*", lineage.subject):
+    if lineage.subject is not None and not PREFIX.fullmatch(lineage.subject):
         yield "workers.lineage.subject", f"must be one subject such as lineage.runs, not {lineage.subject!r}"
     if lineage.url is not None:
-        if not _is_web_address(lineage.url):
+        if re.search("[@?#]", lineage.url) or not is_url(lineage.url, ("http", "https")):
             yield "workers.lineage.url", "must be a URL such as https://host, without a user: a token is api_key"
     elif lineage.api_key is not None:
         yield "workers.lineage.api_key", "is for a url; the connection to NATS has its own credentials"
-
-
-def _is_web_address(text: str) -> bool:
-    """Return whether it is a URL of HTTP without a user and without what only a request has."""
-    try:
-        parts = urlsplit(text)
-        is_plain = text.isprintable() and not re.search(r"[\s@?#]", text) and parts.port != 0
-    except ValueError:
-        return False
-    return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _origins(reader: Reader) -> dict[str, str]:
