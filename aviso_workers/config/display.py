@@ -62,7 +62,7 @@ def effective(config: Config, *, agents: Mapping[str, type[Struct]] | None = Non
 
 def event_types(config: Config) -> str:
     """Return the event types as YAML, as `notification_schema` of a file has them, without what is a default."""
-    return yaml_text({"notification_schema": _written(config.notification_schema)})
+    return yaml_text({"notification_schema": _shown("", config.notification_schema)})
 
 
 def yaml_text(document: Mapping[str, Any]) -> str:
@@ -82,14 +82,6 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, Struct):
-        value = {key: item for key, item in keys_of(value).items() if item is not None}
-    if isinstance(value, dict):
-        return {key: _written(item) for key, item in value.items()}
-    return [_written(item) for item in value] if isinstance(value, tuple) else _shown("", value)
 
 
 def _is_plain(path: str, value: Any, agents: Mapping[str, type[Struct]]) -> bool:
@@ -113,6 +105,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(path: str, value: Any) -> Any:
+    """Return a value as plain data. Without a path, it is that of an event type, whose keys are no secrets."""
     match value:
         case Secret() | ServerUrls() | Duration() | Size():
             return str(value)
@@ -120,8 +113,11 @@ def _shown(path: str, value: Any) -> Any:
             return value.isoformat()
         case list() | tuple():
             return [_shown(path, item) for item in value]
+        case Struct():
+            return {key: _shown(path, item) for key, item in keys_of(value).items() if item is not None}
         case dict():
-            return {key: HIDDEN if _TELLTALE.search(key) else _shown(path, item) for key, item in value.items()}
+            hidden = [key for key in value if path and _TELLTALE.search(key)]
+            return {key: HIDDEN if key in hidden else _shown(path, item) for key, item in value.items()}
         case str() if _ADDRESSES.match(path):
             return address_only(value)
         case str() if "://" in value:

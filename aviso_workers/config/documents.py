@@ -75,6 +75,10 @@ class YamlNode(Struct, frozen=True, kw_only=True):
         """The nodes of a mapping by their keys; none where it is something else."""
         return self.value if isinstance(self.value, dict) else {}
 
+    def having(self, key: str, node: YamlNode) -> YamlNode:
+        """Return the mapping with this node at a key."""
+        return structs.replace(self, value=self.keys | {key: node})
+
     @property
     def is_null(self) -> bool:
         return isinstance(self.value, str) and self.plain and resolved(self.value) is None

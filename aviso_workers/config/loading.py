@@ -11,19 +11,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, inspect, structs
+from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.config import nats_context, schema_entries
 from aviso_workers.config import streams as declared_streams
-from aviso_workers.config.conversion import Reader
+from aviso_workers.config.conversion import Reader, described
 from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS, WORKERS_FILE, overrides
 from aviso_workers.config.schema_entries import EventTypes
@@ -99,10 +99,9 @@ def examine(
     files = _files(path, environ, needed=context is None and not named and not event_types, beside=beside)
     root, mistakes = _read(files)
     if not files:
-        kind = YamlNode(value={"kind": YamlNode(value="jetstream", place=_DEFAULT)}, place=_DEFAULT)
-        root = structs.replace(root, value={"notification_backend": kind})
+        root = root.having("notification_backend", node_of({"kind": "jetstream"}, _DEFAULT))
     root, clashes = schema_entries.laid_over(root, event_types)
-    wanted = _document_type()
+    wanted = described(Document)
     root, wrong = overrides(root, environ, wanted=wanted, rank=ENVIRONMENT)
     reader = Reader(unused=_UNUSED.get(_kind(root), ""))
     uses_context = _uses_context(root, context, named, reader)
@@ -122,9 +121,9 @@ def examine(
     if not reader.is_wrong("notification_backend") and not reader.is_wrong(_SCHEMA):
         streams: dict[str, DeclaredStream] = values.get("streams", {})
         whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
-        _refuse_all(reader, _stream_mistakes(whole, values.get(_SCHEMA, {}), values["notification_backend"]))
+        _refuse_all(reader, declared_streams.mistakes(whole, values.get(_SCHEMA, {}), values["notification_backend"]))
     _refuse_all(reader, _lineage_mistakes(values))
-    _warn_of_fields(values, reader)
+    _warn_of_fields(values.get(_SCHEMA, {}), reader)
     variables = {place.source for place in reader.places.values() if place.rank == ENVIRONMENT}
     config = Config(
         **{"notification_backend": NotificationBackend(kind="in_memory"), **values},
@@ -160,9 +159,9 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
             else:
                 unclear.add(name)
         # The environment may have changed what was declared since it was taken over.
-        elif schema_entries.differ(name, taken.get(name, whole[name]), entry):
+        elif problem := schema_entries.clash(name, taken.get(name, whole[name]), entry):
             reader.places.setdefault(path, KeyPlace(rank=0, line=0, source=config.origins.get(path, "")))
-            reader.refuse(path, schema_entries.clash(name, taken.get(name, whole[name]), entry))
+            reader.refuse(path, problem)
             unclear.add(name)
     for name, problem in schema.check_bases_unique(whole).items():
         reader.refuse(f"{_SCHEMA}.{name}.topic.base", problem)
@@ -172,7 +171,7 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
         reader.refuse(path, problem)
         unclear.add(name)
     whole = {name: each for name, each in whole.items() if name in loaded or name not in unclear}
-    _warn_of_fields({_SCHEMA: {name: known for name, known in whole.items() if name not in loaded}}, reader)
+    _warn_of_fields({name: known for name, known in whole.items() if name not in loaded}, reader)
     return Examined(
         config=structs.replace(
             config,
@@ -190,7 +189,7 @@ def _without_mistakes(name: str, entry: YamlNode, reader: Reader) -> EventType |
     types by their number: with dots in a name, key paths do not tell.
     """
     before = len(reader.mistakes)
-    event_type: EventType = reader.read(entry, schema_entries.entry_type(), f"{_SCHEMA}.{name}")
+    event_type: EventType = reader.read(entry, described(EventType), f"{_SCHEMA}.{name}")
     if len(reader.mistakes) == before:
         _refuse_all(reader, iter(schema.mistakes(name, event_type)))
     return event_type if len(reader.mistakes) == before else None
@@ -204,7 +203,7 @@ def _mistakes_beside(
     """
     yield from _unsupported_policies(config.notification_backend, event_types, reader)
     by_stream = declared_streams.event_streams(event_types)
-    for path, problem in _stream_mistakes(config.streams, event_types, config.notification_backend):
+    for path, problem in declared_streams.mistakes(config.streams, event_types, config.notification_backend):
         name = by_stream.get(path.removeprefix("streams.").partition(".")[0].upper(), "")
         if name or not some_are_missing:  # else the stream may be that of an event type that is left out
             yield name, path, problem
@@ -218,13 +217,8 @@ def _by_origin(
     known, origins = config.notification_schema, config.origins
     loaded = {name: known[name] for name in known if f"{_SCHEMA}.{name}" in origins}
     new = [(name, _node_of(name, known[name])) for name in known if name not in loaded]
-    taken = {}
-    for name, entry in event_types:
-        if origins.get(f"{_SCHEMA}.{name}") == str(entry.place):
-            taken[name] = entry
-        else:
-            new.append((name, entry))
-    return loaded, taken, new
+    is_taken = [origins.get(f"{_SCHEMA}.{name}") == str(entry.place) for name, entry in event_types]
+    return loaded, dict(compress(event_types, is_taken)), [*new, *compress(event_types, map(not_, is_taken))]
 
 
 def _node_of(name: str, event_type: EventType) -> YamlNode:
@@ -232,15 +226,7 @@ def _node_of(name: str, event_type: EventType) -> YamlNode:
     try:
         return node_of(event_type, place)
     except ValueError as error:
-        raise _error([(place, f"{_SCHEMA}.{name} cannot be read: {error}")]) from error
-
-
-@cache
-def _document_type() -> inspect.StructType:
-    """Return the type of a document. To inspect it takes twenty times as long as to read a file."""
-    wanted = inspect.type_info(Document)
-    assert isinstance(wanted, inspect.StructType)
-    return wanted
+        raise ConfigError([f"{place}: {_SCHEMA}.{name} cannot be read: {error}"]) from error
 
 
 def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool, beside: Path | None) -> Sequence[Path]:
@@ -266,12 +252,8 @@ def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool,
 
 def places(environ: Mapping[str, str]) -> list[Path]:
     """Return where aviso-server looks for its configuration, of which a later file wins."""
-    home = environ.get("HOME")
-    return [
-        HERE,
-        Path("/etc/aviso_server/config.yaml"),
-        *([Path(home, ".aviso_server/config.yaml")] if home else []),
-    ]
+    at_home = [Path(home, ".aviso_server/config.yaml")] if (home := environ.get("HOME")) else []
+    return [HERE, Path("/etc/aviso_server/config.yaml"), *at_home]
 
 
 def _file(named_by: str, path: str | Path, beside: Path | None = None) -> Path:
@@ -299,15 +281,13 @@ def _read(files: Sequence[Path]) -> tuple[YamlNode, list[tuple[KeyPlace, str]]]:
     for rank, file in enumerate(files):
         node, wrong = _read_one(file, KeyPlace(rank=rank, line=1, source=str(file)))
         mistakes += wrong
-        if node is None:
-            unreadable = True
-        elif isinstance(node.value, dict):
-            root = overlay(root, node)
-        else:
+        if node is not None and not isinstance(node.value, dict):
             mistakes.append((node.place, "expected keys and values at the top, such as 'notification_backend:'"))
-            unreadable = True
+            node = None
+        unreadable = unreadable or node is None
+        root = overlay(root, node) if node else root
     if unreadable:
-        raise _error(mistakes)
+        raise ConfigError(_sentences(mistakes))
     return root, mistakes
 
 
@@ -326,51 +306,40 @@ def _read_one(file: Path, start: KeyPlace) -> tuple[YamlNode | None, list[tuple[
 
 
 def _kind(root: YamlNode) -> str:
-    node = _at(root, "notification_backend", "kind")
-    return node.value if node and isinstance(node.value, str) else ""
-
-
-def _connection(root: YamlNode) -> tuple[str, YamlNode] | None:
-    """Return the first key that says where to connect to or as whom, where there is one."""
-    section = _at(root, *_JETSTREAM.split("."))
-    given = section.value if section and isinstance(section.value, dict) else {}
-    return next(((key, node) for key, node in given.items() if key in nats_context.CONNECTION), None)
+    kind = _at(root, "notification_backend", "kind").value
+    return kind if isinstance(kind, str) else ""
 
 
 def _uses_context(root: YamlNode, context: str | None, named: str | None, reader: Reader) -> bool:
     """Return whether a context says where to connect to: a configured connection goes before the one of a variable."""
     if context is not None or not named:
         return context is not None
-    if (connection := _connection(root)) is None:
+    given = _at(root, "notification_backend", "jetstream").keys
+    if (key := next((key for key in given if key in nats_context.CONNECTION), None)) is None:
         return _kind(root) in ("", "jetstream")
-    key, node = connection
     text = f"is used, and {nats_context.VARIABLE} is not: --context goes before the configuration"
-    reader.warn(node.place, f"{_JETSTREAM}.{key}", text)
+    reader.warn(given[key].place, f"{_JETSTREAM}.{key}", text)
     return False
 
 
 def _connected(root: YamlNode, section: YamlNode) -> YamlNode:
     """Return the root with the keys of another connection, and none of the one that it had: a server must not get the
     credentials that are meant for another one."""
-    backend = _at(root, "notification_backend")
+    backend = root.keys.get("notification_backend")
     if backend is None or backend.is_null:
-        kind = YamlNode(value="jetstream", place=section.place)
-        backend = YamlNode(value={"kind": kind}, place=section.place)
+        backend = node_of({"kind": "jetstream"}, section.place)
     if not isinstance(backend.value, dict):
         return root
     before = backend.value.get("jetstream", section)
-    kept = before.value if isinstance(before.value, dict) else {}
-    assert isinstance(section.value, dict)
-    keys = {key: node for key, node in kept.items() if key not in nats_context.CONNECTION} | section.value
-    whole = {**backend.value, "jetstream": structs.replace(before, value=keys)}
-    assert isinstance(root.value, dict)
-    return structs.replace(root, value={**root.value, "notification_backend": structs.replace(backend, value=whole)})
+    kept = {key: node for key, node in before.keys.items() if key not in nats_context.CONNECTION}
+    changed = structs.replace(before, value=kept | section.keys)
+    return root.having("notification_backend", backend.having("jetstream", changed))
 
 
-def _at(root: YamlNode, *keys: str) -> YamlNode | None:
-    node: YamlNode | None = root
+def _at(node: YamlNode, *keys: str) -> YamlNode:
+    """Return what is at these keys; an empty mapping where there is nothing."""
     for key in keys:
-        node = node.value.get(key) if node and isinstance(node.value, dict) else None
+        node = node.keys.get(key, YamlNode(value={}, place=_DEFAULT))
     return node
 
 
@@ -470,8 +439,7 @@ def _unsupported_policies(
                 yield name, path, f"is not supported by backend {backend.kind!r}"
 
 
-def _warn_of_fields(values: Mapping[str, Any], reader: Reader) -> None:
-    event_types: dict[str, EventType] = values.get(_SCHEMA, {})
+def _warn_of_fields(event_types: Mapping[str, EventType], reader: Reader) -> None:
     for name, event_type in event_types.items():
         for field in schema.not_stored(event_type):
             path = f"notification_schema.{name}.identifier.{field}"
@@ -484,20 +452,9 @@ def _warn_of_fields(values: Mapping[str, Any], reader: Reader) -> None:
 
 
 def _unclear(root: YamlNode, config: Config, reader: Reader) -> Iterator[str]:
-    node = root.value.get("notification_schema") if isinstance(root.value, dict) else None
-    for name in node.value if node and isinstance(node.value, dict) else ():
+    for name in _at(root, _SCHEMA).keys:
         if name not in config.notification_schema or reader.is_wrong(f"notification_schema.{name}"):
             yield name
-
-
-def _stream_mistakes(
-    streams: Mapping[str, DeclaredStream], event_types: Mapping[str, EventType], backend: NotificationBackend
-) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with declared streams."""
-    if streams and backend.kind == "in_memory":
-        yield "streams", "is not supported by backend 'in_memory'"
-    elif streams:
-        yield from declared_streams.mistakes(streams, event_types, backend.jetstream)
 
 
 def _lineage_mistakes(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -522,10 +479,6 @@ def _origins(reader: Reader) -> dict[str, str]:
 def _refuse_all(reader: Reader, mistakes: Iterator[tuple[str, str]]) -> None:
     for path, problem in mistakes:
         reader.refuse(path, problem)
-
-
-def _error(mistakes: list[tuple[KeyPlace, str]]) -> ConfigError:
-    return ConfigError(_sentences(mistakes))
 
 
 def _sentences(found: list[tuple[KeyPlace, str]]) -> list[str]:

@@ -9,13 +9,12 @@ shorter retention removes messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
-from msgspec import inspect, structs
+from msgspec import structs
 
 from aviso_workers.aviso import schema
 from aviso_workers.aviso.schema import EventType, PayloadRule, StoragePolicy
-from aviso_workers.config.conversion import Reader
+from aviso_workers.config.conversion import Reader, described
 from aviso_workers.config.documents import IN_PYTHON, YamlNode
 
 EventTypes = Sequence[tuple[str, YamlNode]]
@@ -26,8 +25,7 @@ SCHEMA = "notification_schema"
 
 def laid_over(root: YamlNode, event_types: EventTypes) -> tuple[YamlNode, list[tuple[str, str]]]:
     """Return the root with these event types added, and as (key path, mistake) where one contradicts another place."""
-    assert isinstance(root.value, dict)
-    section = root.value.get(SCHEMA)
+    section = root.keys.get(SCHEMA)
     written = {} if section is None or section.is_null else section.value
     if not event_types or not isinstance(written, dict):
         return root, []
@@ -36,24 +34,23 @@ def laid_over(root: YamlNode, event_types: EventTypes) -> tuple[YamlNode, list[t
         before = whole.setdefault(name, entry)
         if before is entry:
             continue
-        if differ(name, before, entry):
-            clashes.append((f"{SCHEMA}.{name}", clash(name, before, entry)))
+        if problem := clash(name, before, entry):
+            clashes.append((f"{SCHEMA}.{name}", problem))
         elif before.place.rank < IN_PYTHON:
             whole[name] = entry  # by its place `loading.completed` knows that it was loaded
     place = section.place if section else next(iter(whole.values())).place
-    return structs.replace(root, value={**root.value, SCHEMA: YamlNode(value=whole, place=place)}), clashes
-
-
-def differ(name: str, before: YamlNode | EventType, entry: YamlNode) -> bool:
-    """Return whether two declarations of an event type mean different things, or one of them cannot be read."""
-    meaning = _meaning(name, before)
-    return meaning is None or meaning != _meaning(name, entry)
+    return root.having(SCHEMA, YamlNode(value=whole, place=place)), clashes
 
 
 def clash(name: str, before: YamlNode | EventType, entry: YamlNode) -> str:
-    """Return the mistake of an event type that this entry declares another way."""
-    said = f"is declared another way at {entry.place}: keep one of them, or let both say the same"
+    """Return what is wrong with an event type that this entry declares another way; empty where both mean the same.
+
+    What cannot be read means nothing else.
+    """
     here, there = _meaning(name, before), _meaning(name, entry)
+    if here is not None and here == there:
+        return ""
+    said = f"is declared another way at {entry.place}: keep one of them, or let both say the same"
     if here is None or there is None or here[:-1] != there[:-1]:
         return said
     policies = {"this one": here[-1], "that in Python": there[-1]}
@@ -68,19 +65,13 @@ def clash(name: str, before: YamlNode | EventType, entry: YamlNode) -> str:
     )
 
 
-@cache
-def entry_type() -> inspect.Type:
-    """Return msgspec's description of the type that an entry is read as."""
-    return inspect.type_info(EventType)
-
-
 def _meaning(name: str, declared: YamlNode | EventType) -> tuple[object, ...] | None:
     """Return the parts of an event type in which two declarations of it must agree; None where it cannot be read.
 
     They need not agree in descriptions, nor in `required` of a field, which only concerns watches of an aviso-server.
     """
     reader = Reader(unused="")
-    known: EventType = reader.read(declared, entry_type(), name) if isinstance(declared, YamlNode) else declared
+    known: EventType = reader.read(declared, described(EventType), name) if isinstance(declared, YamlNode) else declared
     if reader.mistakes:
         return None
     rules = {field: structs.replace(rule, required=True, description=None) for field, rule in known.identifier.items()}
