@@ -117,12 +117,8 @@ def examine(
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
     elif context is not None and backend:
         reader.refuse("notification_backend.kind", "must be jetstream for a context of the nats command line")
-    _refuse_all(reader, chain(clashes, _schema_mistakes(values, reader)))
-    if not reader.is_wrong("notification_backend") and not reader.is_wrong(_SCHEMA):
-        streams: dict[str, DeclaredStream] = values.get("streams", {})
-        whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
-        _refuse_all(reader, declared_streams.mistakes(whole, values.get(_SCHEMA, {}), values["notification_backend"]))
-    _refuse_all(reader, _lineage_mistakes(values))
+    of_sections = (_schema_mistakes(values, reader), _stream_mistakes(values, reader), _lineage_mistakes(values))
+    _refuse_all(reader, chain(clashes, *of_sections))
     _warn_of_fields(values.get(_SCHEMA, {}), reader)
     variables = {place.source for place in reader.places.values() if place.rank == ENVIRONMENT}
     config = Config(
@@ -455,6 +451,14 @@ def _unclear(root: YamlNode, config: Config, reader: Reader) -> Iterator[str]:
     for name in _at(root, _SCHEMA).keys:
         if name not in config.notification_schema or reader.is_wrong(f"notification_schema.{name}"):
             yield name
+
+
+def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with declared streams, if all that they are compared with could be read."""
+    if not reader.is_wrong("notification_backend") and not reader.is_wrong(_SCHEMA):
+        streams: dict[str, DeclaredStream] = values.get("streams", {})
+        whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
+        yield from declared_streams.mistakes(whole, values.get(_SCHEMA, {}), values["notification_backend"])
 
 
 def _lineage_mistakes(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
