@@ -20,13 +20,12 @@ from typing import Any
 from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema
-from aviso_workers.aviso.schema import EventType
-from aviso_workers.config import nats_context, schema_entries
+from aviso_workers.aviso.schema import EventType, PayloadRule, StoragePolicy
+from aviso_workers.config import nats_context
 from aviso_workers.config import streams as declared_streams
 from aviso_workers.config.conversion import Reader, described
 from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS, WORKERS_FILE, overrides
-from aviso_workers.config.schema_entries import EventTypes
 from aviso_workers.config.secrets import Secret, is_url
 from aviso_workers.config.settings import Config, Document, JetStream, Lineage, NotificationBackend
 from aviso_workers.errors import ConfigError
@@ -47,6 +46,10 @@ _SCHEMA = "notification_schema"
 _JETSTREAM = "notification_backend.jetstream"
 _DEFAULT = KeyPlace(rank=0, line=0, source="default")
 _UNUSED = {"jetstream": "notification_backend.in_memory", "in_memory": _JETSTREAM}
+
+
+EventTypes = Sequence[tuple[str, YamlNode]]
+"""Event types that are declared in Python: each by its name, as an entry of `notification_schema`."""
 
 
 class Examined(Struct, frozen=True, kw_only=True):
@@ -100,7 +103,7 @@ def examine(
     root, mistakes = _read(files)
     if not files:
         root = root.having("notification_backend", node_of({"kind": "jetstream"}, _DEFAULT))
-    root, clashes = schema_entries.laid_over(root, event_types)
+    root, clashes = _with_event_types(root, event_types)
     wanted = described(Document)
     root, wrong = overrides(root, environ, wanted=wanted, rank=ENVIRONMENT)
     reader = Reader(unused=_UNUSED.get(_kind(root), ""))
@@ -155,7 +158,7 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
             else:
                 unclear.add(name)
         # The environment may have changed what was declared since it was taken over.
-        elif problem := schema_entries.clash(name, taken.get(name, whole[name]), entry):
+        elif problem := _clash(name, taken.get(name, whole[name]), entry):
             reader.places.setdefault(path, KeyPlace(rank=0, line=0, source=config.origins.get(path, "")))
             reader.refuse(path, problem)
             unclear.add(name)
@@ -299,6 +302,70 @@ def _read_one(file: Path, start: KeyPlace) -> tuple[YamlNode | None, list[tuple[
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         return None, [(structs.replace(start, line=line), "is not UTF-8 text")]
+
+
+def _with_event_types(root: YamlNode, event_types: EventTypes) -> tuple[YamlNode, list[tuple[str, str]]]:
+    """Return the root with the event types of Python added, and as (key path, mistake) where one contradicts another
+    place.
+
+    An event type may be declared in several places as long as all declarations mean the same, so that it may be in the
+    code and in a file which an aviso-server reads too. Where they differ, neither is a safe choice: a key in another
+    order is another subject, and a shorter retention removes messages.
+    """
+    section = root.keys.get(_SCHEMA)
+    written = {} if section is None or section.is_null else section.value
+    if not event_types or not isinstance(written, dict):
+        return root, []
+    whole, clashes = dict(written), []
+    for name, entry in event_types:
+        before = whole.setdefault(name, entry)
+        if before is entry:
+            continue
+        if problem := _clash(name, before, entry):
+            clashes.append((f"{_SCHEMA}.{name}", problem))
+        elif before.place.rank < IN_PYTHON:
+            whole[name] = entry  # by its place `completed` knows that it was loaded
+    place = section.place if section else next(iter(whole.values())).place
+    return root.having(_SCHEMA, YamlNode(value=whole, place=place)), clashes
+
+
+def _clash(name: str, before: YamlNode | EventType, entry: YamlNode) -> str:
+    """Return what is wrong with an event type that this entry declares another way; empty where both mean the same.
+
+    A declaration that cannot be read differs from every other one.
+    """
+    here, there = _meaning(name, before), _meaning(name, entry)
+    if here is not None and here == there:
+        return ""
+    said = f"is declared another way at {entry.place}: keep one of them, or let both say the same"
+    if here is None or there is None or here[:-1] != there[:-1]:
+        return said
+    policies = {"this one": here[-1], "that in Python": there[-1]}
+    each = [
+        place for place, policy in policies.items() if isinstance(policy, StoragePolicy) and policy.allow_duplicates
+    ]
+    if len(each) != 1:
+        return f"{said}; only their storage policies differ"
+    return (
+        f"{said}. Of the two, only {each[0]} keeps every notification: say `allow_duplicates: true` in the file, or "
+        "latest_only=True in Python"
+    )
+
+
+def _meaning(name: str, declared: YamlNode | EventType) -> tuple[object, ...] | None:
+    """Return the parts of an event type in which two declarations of it must agree; None where it cannot be read.
+
+    They need not agree in descriptions, nor in `required` of a field, which only concerns watches of an aviso-server.
+    """
+    reader = Reader(unused="")
+    known: EventType = reader.read(declared, described(EventType), name) if isinstance(declared, YamlNode) else declared
+    if reader.mistakes:
+        return None
+    rules = {field: structs.replace(rule, required=True, description=None) for field, rule in known.identifier.items()}
+    payload = known.payload or PayloadRule(required=False)
+    policy = known.storage_policy or StoragePolicy()
+    policy = structs.replace(policy, allow_duplicates=bool(policy.allow_duplicates))
+    return schema.topic_of(name, known), rules, payload, policy
 
 
 def _kind(root: YamlNode) -> str:
