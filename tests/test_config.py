@@ -246,6 +246,7 @@ AT = "dev.yaml:4: notification_backend.jetstream"
         ("max_messages: 9223372036854775808", f"{AT}.max_messages: expected an integer of at most 64 bits"),
         ("max_bytes: 2Gi", f"{AT}.max_bytes: expected an integer, found text"),
         ("publish_deadline_seconds: 1e999", f"{AT}.publish_deadline_seconds: expected a finite number"),
+        (f"publish_deadline_seconds: 0x{'f' * 290}", f"{AT}.publish_deadline_seconds: expected a finite number"),
         ("enable_auto_reconnect: maybe", f"{AT}.enable_auto_reconnect: expected true or false, found text"),
         ("storage_type: File", f"{AT}.storage_type: expected 'file' or 'memory', found text"),
         ("discard_policy: newest", f"{AT}.discard_policy: expected 'new' or 'old', found text"),

@@ -420,6 +420,17 @@ def test_effective_values_come_with_their_origin() -> None:
     assert shown["workers.agents.mail.to.name"] == ("***", "dev.yaml:6")
 
 
+def test_effective_values_are_plain_data_in_lists_too() -> None:
+    found = loaded(
+        "notification_backend: {kind: jetstream}\n"
+        "doctor: {accepted: [{code: JS001, where: '', reason: known, until: 2027-01-31T00:00:00Z}]}\n"
+        "streams: {COPY: {sources: [{name: MARS, filter_subject: mars.>}]}}\n"
+    )
+    shown = {path: value for path, value, _ in display.effective(found)}
+    assert json.loads(json.dumps(shown["streams.COPY.sources"])) == [{"name": "MARS", "filter_subject": "mars.>"}]
+    assert [each["until"] for each in shown["doctor.accepted"]] == ["2027-01-31T00:00:00+00:00"]
+
+
 def test_the_json_schema_describes_every_field_of_the_settings() -> None:
     schema = display.json_schema()
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"

@@ -58,7 +58,7 @@ def test_cures_of_the_doctor_quote_names() -> None:
     finding = Finding(found="anything", stream=HOSTILE, consumer=f"{HOSTILE}__{HOSTILE}", place=HOSTILE)
     config = SimpleNamespace(doctor=SimpleNamespace(accepted=()))
     facts = cast(Any, SimpleNamespace(event_streams=(), unknown={}, config=config))
-    always = [structs.replace(check, judge=lambda _: iter((finding,)), production=False) for check in CHECKS]
+    always = [structs.replace(check, judge=lambda _: iter((finding,)), each=None, production=False) for check in CHECKS]
     cures = [result.findings[0].cure for result in judge(always, facts)]
     named = [command for cure in cures for command in COMMAND.findall(cure) if HOSTILE in command]
     assert named

@@ -21,11 +21,7 @@ from aviso_workers.state.orders import Decides
 
 
 @agents.command()
-def pause(
-    target: AgentArgument,
-    for_: For = None,
-    config: ConfigOption = None,
-) -> None:
+def pause(target: AgentArgument, for_: For = None, config: ConfigOption = None) -> None:
     """Pause an agent in all its workers. Notifications that they have begun to handle are finished.
 
     Example: aviso-workers agents pause field-index/index_field --for 2h

@@ -56,7 +56,7 @@ async def list_consumers(
     """
     take = partial(snapshots.take, stream=stream or "")
     now, before = await two_snapshots(server, seconds, take)
-    rows = reports.consumers(now, before)
+    rows = reports.consumers(now, before, stream=stream or "")
     denied = now.denied.text()
     partly = bool(now.unavailable or denied)
     print_rows(CONSUMERS, map(_consumer_row, rows), rows, none="no consumers", as_json=as_json, partly=partly)

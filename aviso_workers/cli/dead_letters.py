@@ -6,7 +6,7 @@ import base64
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -93,7 +93,7 @@ def ls(
     Example: aviso-workers dead-letters ls --agent index_field --since 2026-11-20T06:00:00Z
     """
     app, config = _named_app(app, agent, config)
-    wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
+    wanted = _selection(sequences, since, until, app=app, agent=agent, reason=reason, stream=stream, error=error)
 
     async def run(stored: StoredDeadLetters) -> None:
         async with aclosing(stored.select(wanted)) as selected:
@@ -155,10 +155,7 @@ def show(
 
     async def run(stored: StoredDeadLetters) -> None:
         dead_letter = await stored.get(sequence, app)
-        if as_json:
-            print_json(document(dead_letter))
-        else:
-            _print_dead_letter(dead_letter)
+        print_json(document(dead_letter)) if as_json else _print_dead_letter(dead_letter)
 
     _run(config, run)
 
@@ -188,7 +185,7 @@ def retry(
     Example: aviso-workers dead-letters retry --agent index_field --yes
     """
     app, config = _named_app(app, agent, config)
-    wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
+    wanted = _selection(sequences, since, until, app=app, agent=agent, reason=reason, stream=stream, error=error)
     _act(config, wanted, StoredDeadLetters.retry, "returned", every=all_, rate=rate, dry_run=dry_run, yes=yes)
 
 
@@ -212,7 +209,7 @@ def drop(
     Example: aviso-workers dead-letters drop 17 --app mars-indexer
     """
     app, config = _named_app(app, agent, config)
-    wanted = _selection(sequences, app, agent, reason, stream, since, until, error)
+    wanted = _selection(sequences, since, until, app=app, agent=agent, reason=reason, stream=stream, error=error)
     _act(config, wanted, StoredDeadLetters.drop, "erased", every=all_, dry_run=dry_run, yes=yes)
 
 
@@ -273,11 +270,7 @@ async def _say_none(stored: StoredDeadLetters) -> None:
 
 
 async def _act_on(
-    stored: StoredDeadLetters,
-    found: frozenset[LetterId],
-    act: Action,
-    done: str,
-    rate: float | None,
+    stored: StoredDeadLetters, found: frozenset[LetterId], act: Action, done: str, rate: float | None
 ) -> None:
     """Read the dead letters once more, which needs no memory for all of them, and act on exactly those that were
     shown, at most `rate` of them a second.
@@ -330,30 +323,12 @@ def _named_app(
     return named_app(app, config) if app is not None else (None, config)
 
 
-def _selection(
-    sequences: Sequence[int] | None,
-    app: str | None,
-    agent: str | None,
-    reason: str | None,
-    stream: str | None,
-    since: str | None,
-    until: str | None,
-    error: str | None,
-) -> Selection:
+def _selection(sequences: Sequence[int] | None, since: str | None, until: str | None, **others: Any) -> Selection:
     first = parse_date(since, name="--since") if since else None
     last = parse_date(until, name="--until") if until else None
     if first and last and last < first:
         raise InvalidPositionError(f"--until {until} is before --since {since}")
-    return Selection(
-        sequences=frozenset(sequences or ()),
-        app=app,
-        agent=agent,
-        reason=reason,
-        stream=stream,
-        since=first,
-        until=last,
-        error=error,
-    )
+    return Selection(sequences=frozenset(sequences or ()), since=first, until=last, **others)
 
 
 def _row(dead_letter: DeadLetter) -> tuple[str, ...]:

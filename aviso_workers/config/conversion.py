@@ -1,8 +1,8 @@
 """Nodes -> Structs, all mistakes at once.
 
 `loading` reads one `Document` with one `Reader`. The Structs' own types say what is expected, as msgspec.inspect shows
-them: there is no second description of the configuration. msgspec.convert is not used, because it stops at the first
-mistake and does not know lines.
+them, and `about` what msgspec does not know: there is no second description of the configuration. msgspec.convert is
+not used, because it stops at the first mistake and does not know lines.
 
 A scalar is read as its field wants it. aviso-server converts text to numbers and booleans where it can, and so do we
 (`"30"` is a fine integer, and environment variables have nothing but text); the other way round, a number without
@@ -12,31 +12,24 @@ quotes is not text unless it is certain how it is spelled.
 from __future__ import annotations
 
 import difflib
-import math
 import re
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import msgspec
-from msgspec import inspect
+from msgspec import Meta, Struct, inspect
 
 from aviso_workers.aviso import literals
 from aviso_workers.config.documents import KeyPlace, YamlNode, resolved
 from aviso_workers.config.secrets import Secret, ServerUrls
 
-_BOOLEANS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+_KINDS = {dict: "a mapping", list: "a list", bool: "true or false", int: "a number", float: "a number"}
 _I64 = 2**63
 _POLICY = re.compile(r"notification_schema\.(.+)\.storage_policy\.(\w+)")
 _POLICIES = re.compile(r"notification_schema\..+\.storage_policy")
@@ -46,6 +39,30 @@ _BACKEND = "notification_backend"
 """The section of aviso-server in which every unknown key is reported."""
 _BAD: Any = object()
 """The value of what cannot be read, for which a mistake is noted."""
+
+
+def about(description: str, *, ours: bool = False, **reasons: str) -> Meta:
+    """Return what a field means, which is also shown in editors.
+
+    A field is `ours` where aviso-server, whose section it stands in, does not know it.
+
+    `reasons` belongs to a choice: why a value that one might expect is none, and `otherwise`, what to say of the rest.
+    Of a number, `bounds` says what it is, where one that is out of bounds was meant as something else.
+    """
+    return Meta(description=description, extra={"reasons": reasons, "ours": ours})
+
+
+def _extra(type_: inspect.Type) -> dict[str, Any]:
+    """Return what `about` says of a field beyond its description."""
+    return (isinstance(type_, inspect.Metadata) and type_.extra) or {}
+
+
+@cache
+def described(struct: type[Struct]) -> inspect.StructType:
+    """Return the fields of a Struct. To inspect a document takes twenty times as long as to read a file."""
+    wanted = inspect.type_info(struct)
+    assert isinstance(wanted, inspect.StructType)
+    return wanted
 
 
 class Reader:
@@ -59,7 +76,7 @@ class Reader:
         """The place of each key path."""
         self._unused = unused
         self._wrong: list[str] = []
-        """The key paths of mistakes, in alphabetical order."""
+        """The key paths of mistakes, each with a '.' at its end, in alphabetical order."""
 
     def place(self, path: str) -> KeyPlace:
         """Return the place of a key path, or of the nearest one around it."""
@@ -70,7 +87,7 @@ class Reader:
     def refuse(self, path: str, problem: str) -> None:
         """Note a mistake; `problem` follows the key path in a sentence."""
         self.mistakes.append((self.place(path), _sentence(path, problem)))
-        insort(self._wrong, path)
+        insort(self._wrong, f"{path}.")
 
     def warn(self, place: KeyPlace, path: str, text: str) -> None:
         """Note a warning: what looks like a mistake and is none."""
@@ -78,12 +95,8 @@ class Reader:
 
     def is_wrong(self, path: str) -> bool:
         """Return whether there is a mistake at a key path or below."""
-        below = f"{path}."
-        return self._next_wrong(path) == path or self._next_wrong(below).startswith(below)
-
-    def _next_wrong(self, path: str) -> str:
-        at = bisect_left(self._wrong, path)
-        return self._wrong[at] if at < len(self._wrong) else ""
+        at = bisect_left(self._wrong, f"{path}.")
+        return any(each.startswith(f"{path}.") for each in self._wrong[at : at + 1])
 
     def struct(self, node: YamlNode, wanted: inspect.StructType, path: str) -> Any:
         values = self.fields(node, wanted, path)
@@ -105,7 +118,7 @@ class Reader:
         return {name: value for name, value in values.items() if value is not _BAD}
 
     def _check_keys(self, nodes: dict[str, YamlNode], wanted: inspect.StructType, path: str) -> None:
-        known = {field.name: _is_ours(field.type) for field in wanted.fields}
+        known = {field.name: _extra(field.type).get("ours") for field in wanted.fields}
         for key, node in nodes.items():
             if key in known or key == wanted.tag_field:
                 continue
@@ -131,9 +144,7 @@ class Reader:
             return _BAD
 
     def _value(self, node: YamlNode, wanted: inspect.Type, path: str) -> Any:
-        reasons: dict[str, str] = {}
-        if isinstance(wanted, inspect.Metadata):
-            reasons = (wanted.extra or {}).get("reasons", reasons)
+        reasons: dict[str, str] = _extra(wanted).get("reasons", {})
         match without_none(wanted):
             case inspect.StructType() as struct:
                 return self.struct(node, struct, path)
@@ -148,7 +159,7 @@ class Reader:
             case inspect.AnyType() as anything:
                 return self._dict(node, anything, path) if isinstance(node.value, dict) else node.resolved
             case inspect.IntType() | inspect.FloatType() as number:
-                return self._bounded(node, number, path, meaning=reasons.get("bounds", ""))
+                return self._bounded(node, number, path, reasons.get("bounds", ""))
             case inspect.LiteralType(values=choices):
                 return _choice(node, choices, reasons)
             case other:
@@ -158,7 +169,6 @@ class Reader:
         by_tag = {str(each.tag): each for each in types if isinstance(each, inspect.StructType)}
         tag_field = next(iter(by_tag.values())).tag_field or ""
         given = _mapping(node).get(tag_field)
-        self.places[path] = node.place
         if given is None:
             raise ValueError(f"is missing its {tag_field}: {', '.join(by_tag)}")
         tag_path = _join(path, tag_field)
@@ -182,10 +192,8 @@ class Reader:
         )
         return _BAD if any(value is _BAD for value in values) else values
 
-    def _bounded(
-        self, node: YamlNode, wanted: inspect.IntType | inspect.FloatType, path: str, *, meaning: str
-    ) -> float:
-        number = _integer(node) if isinstance(wanted, inspect.IntType) else _float(node)
+    def _bounded(self, node: YamlNode, wanted: inspect.IntType | inspect.FloatType, path: str, meaning: str) -> float:
+        number = _number(node, whole=isinstance(wanted, inspect.IntType))
         if self._unused and path.startswith(self._unused):
             return number
         so = f": {meaning}" if meaning else ""
@@ -222,17 +230,9 @@ def _nearest(name: str, known: Iterable[str], *, cutoff: float) -> str:
 
 def _section_of(key: str, wanted: inspect.StructType) -> str:
     """Return the section below in which the key is one of ours; empty where it is in none."""
-    for field in wanted.fields:
-        section = without_none(field.type)
-        fields = section.fields if isinstance(section, inspect.StructType) else ()
-        if any(inside.name == key and _is_ours(inside.type) for inside in fields):
-            return field.name
-    return ""
-
-
-def _is_ours(type_: inspect.Type) -> bool:
-    """Return whether a field is one that aviso-server does not know."""
-    return isinstance(type_, inspect.Metadata) and bool((type_.extra or {}).get("ours"))
+    sections = [(field.name, without_none(field.type)) for field in wanted.fields]
+    inside = ((name, each) for name, of in sections if isinstance(of, inspect.StructType) for each in of.fields)
+    return next((name for name, each in inside if each.name == key and _extra(each.type).get("ours")), "")
 
 
 def without_none(wanted: inspect.Type) -> inspect.Type:
@@ -273,7 +273,10 @@ def _scalar(node: YamlNode, expected: str) -> str:
 def _unbounded(node: YamlNode, wanted: inspect.Type) -> Any:
     match wanted:
         case inspect.StrType(min_length=shortest):
-            return _not_empty(_text(node)) if shortest else _text(node)
+            text = _text(node)
+            if shortest and not text.strip():
+                raise ValueError("must not be empty")
+            return text
         case inspect.BoolType():
             return _boolean(node)
         case inspect.DateTimeType():
@@ -292,28 +295,18 @@ def _text(node: YamlNode) -> str:
     return text
 
 
-def _integer(node: YamlNode) -> int:
-    number = _number(node, "an integer")
-    if not isinstance(number, int):
+def _number(node: YamlNode, *, whole: bool) -> int | float:
+    expected = "an integer" if whole else "a number"
+    number = resolved(_scalar(node, expected))
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        raise ValueError(f"expected {expected}, found {_shown(node)}")
+    if whole and isinstance(number, float):
         raise ValueError("expected an integer, found a fraction")
-    if not -_I64 <= number < _I64:
+    if whole and not -_I64 <= number < _I64:
         raise ValueError("expected an integer of at most 64 bits")
-    return number
-
-
-def _float(node: YamlNode) -> float:
-    number = _number(node, "a number")
-    if not math.isfinite(number):
+    if not -sys.float_info.max <= number <= sys.float_info.max:
         raise ValueError("expected a finite number")
-    return float(number)
-
-
-def _number(node: YamlNode, expected: str) -> int | float:
-    text = _scalar(node, expected)
-    number = resolved(text)
-    if isinstance(number, (int, float)) and not isinstance(number, bool):
-        return number
-    raise ValueError(f"expected {expected}, found {_shown(node)}")
+    return number if whole else float(number)
 
 
 def _boolean(node: YamlNode) -> bool:
@@ -348,8 +341,7 @@ def _custom(node: YamlNode, wanted: type) -> object:
     if wanted is Secret:
         return Secret(_text(node))
     if wanted is ServerUrls:
-        several = isinstance(node.value, list)
-        return ServerUrls(*(map(_text, _items(node)) if several else _text(node).split(",")))
+        return ServerUrls(*(map(_text, node.value) if isinstance(node.value, list) else _text(node).split(",")))
     text = _scalar(node, "text")
     try:
         return literals.decode_hook(wanted, text)
@@ -357,26 +349,11 @@ def _custom(node: YamlNode, wanted: type) -> object:
         raise ValueError(f"is invalid: {str(error).replace(repr(text), 'this text')}") from None
 
 
-def _not_empty(text: str) -> str:
-    if not text.strip():
-        raise ValueError("must not be empty")
-    return text
-
-
 def _shown(node: YamlNode) -> str:
     """Return what a node has instead of what is expected. Its text is not repeated: a password may stand in the wrong
     place."""
-    if isinstance(node.value, dict | list):
-        return "a mapping" if isinstance(node.value, dict) else "a list"
-    match node.resolved:
-        case None | "":
-            return "nothing"
-        case bool():
-            return "true or false"
-        case int() | float():
-            return "a number"
-        case _:
-            return "text"
+    value = node.resolved
+    return "nothing" if value in (None, "") else _KINDS.get(type(value), "text")
 
 
 def _cut(text: str) -> str:

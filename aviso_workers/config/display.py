@@ -14,7 +14,7 @@ import yaml
 from msgspec import Struct
 
 from aviso_workers.aviso.literals import Duration, Size, SizeLimit
-from aviso_workers.config.documents import resolved
+from aviso_workers.config.documents import keys_of, resolved
 from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls, address_only, without_user
 from aviso_workers.config.settings import Config, Document
 
@@ -62,7 +62,7 @@ def effective(config: Config, *, agents: Mapping[str, type[Struct]] | None = Non
 
 def event_types(config: Config) -> str:
     """Return the event types as YAML, as `notification_schema` of a file has them, without what is a default."""
-    return yaml_text({"notification_schema": _written(config.notification_schema)})
+    return yaml_text({"notification_schema": _shown("", config.notification_schema)})
 
 
 def yaml_text(document: Mapping[str, Any]) -> str:
@@ -84,36 +84,19 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def _written(value: Any) -> Any:
-    if isinstance(value, Struct):
-        given = {**_tag(value), **{name: getattr(value, name) for name in value.__struct_fields__}}
-        value = {key: item for key, item in given.items() if item is not None}
-    if isinstance(value, dict):
-        return {key: _written(item) for key, item in value.items()}
-    return [_written(item) for item in value] if isinstance(value, tuple) else _shown("", value)
-
-
-def _tag(value: Struct) -> dict[str, Any]:
-    tag = value.__struct_config__
-    return {tag.tag_field: tag.tag} if tag.tag_field else {}
-
-
 def _is_plain(path: str, value: Any, agents: Mapping[str, type[Struct]]) -> bool:
     if not path.startswith(_AGENTS) or value is None:
         return True
     name, _, key = path.removeprefix(_AGENTS).partition(".")
     if _TELLTALE.search(key):
         return False
-    return isinstance(value, bool | int | float) or key.partition(".")[0] in _fields(agents.get(name))
-
-
-def _fields(settings: type[Struct] | None) -> tuple[str, ...]:
-    return settings.__struct_fields__ if settings else ()
+    known: tuple[str, ...] = getattr(agents.get(name), "__struct_fields__", ())
+    return isinstance(value, bool | int | float) or key.partition(".")[0] in known
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Struct):
-        value = {**_tag(value), **{name: getattr(value, name) for name in value.__struct_fields__}}
+        value = keys_of(value)
     if not isinstance(value, dict):
         yield path, _shown(path, value)
         return
@@ -122,6 +105,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(path: str, value: Any) -> Any:
+    """Return a value as plain data. Without a path, it is that of an event type, whose keys are no secrets."""
     match value:
         case Secret() | ServerUrls() | Duration() | Size():
             return str(value)
@@ -129,8 +113,11 @@ def _shown(path: str, value: Any) -> Any:
             return value.isoformat()
         case list() | tuple():
             return [_shown(path, item) for item in value]
+        case Struct():
+            return {key: _shown(path, item) for key, item in keys_of(value).items() if item is not None}
         case dict():
-            return {key: HIDDEN if _TELLTALE.search(key) else _shown(path, item) for key, item in value.items()}
+            hidden = [key for key in value if path and _TELLTALE.search(key)]
+            return {key: HIDDEN if key in hidden else _shown(path, item) for key, item in value.items()}
         case str() if _ADDRESSES.match(path):
             return address_only(value)
         case str() if "://" in value:

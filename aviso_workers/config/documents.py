@@ -13,6 +13,7 @@ Values of Python that stand for a part of a document become the same nodes (`nod
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -63,13 +64,20 @@ class YamlNode(Struct, frozen=True, kw_only=True):
     @property
     def resolved(self) -> Any:
         """The value by YAML's core schema, with all values of a list or mapping."""
-        match self.value:
-            case dict():
-                return {key: node.resolved for key, node in self.value.items()}
-            case list():
-                return [node.resolved for node in self.value]
-            case text:
-                return resolved(text) if self.plain else text
+        if isinstance(self.value, dict):
+            return {key: node.resolved for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.resolved for node in self.value]
+        return resolved(self.value) if self.plain else self.value
+
+    @property
+    def keys(self) -> dict[str, YamlNode]:
+        """The nodes of a mapping by their keys; none where it is something else."""
+        return self.value if isinstance(self.value, dict) else {}
+
+    def having(self, key: str, node: YamlNode) -> YamlNode:
+        """Return the mapping with this node at a key."""
+        return structs.replace(self, value=self.keys | {key: node})
 
     @property
     def is_null(self) -> bool:
@@ -109,10 +117,8 @@ def node_of(value: object, place: KeyPlace) -> YamlNode:
     Raises ValueError for what no document holds.
     """
     match value:
-        case None:
-            return YamlNode(value="null", place=place, plain=True)
-        case bool():
-            return YamlNode(value=str(value).lower(), place=place, plain=True)
+        case None | bool():
+            return YamlNode(value=json.dumps(value), place=place, plain=True)
         case int() | float():
             return YamlNode(value=str(value), place=place, plain=True)
         case str():
@@ -120,8 +126,7 @@ def node_of(value: object, place: KeyPlace) -> YamlNode:
                 raise ValueError(f"{value!r} is not text: it holds half of a surrogate pair")
             return YamlNode(value=str(value), place=place)
         case Struct():
-            fields, tagged = structs.asdict(value), value.__struct_config__
-            return node_of({tagged.tag_field: tagged.tag, **fields} if tagged.tag_field else fields, place)
+            return node_of(keys_of(value), place)
         case Mapping():
             if bad := [key for key in value if not isinstance(key, str)]:
                 raise ValueError(f"the key {bad[0]!r} must be text")
@@ -132,14 +137,18 @@ def node_of(value: object, place: KeyPlace) -> YamlNode:
             raise ValueError(f"{value!r:.100} is not a text, number, boolean, list or mapping")
 
 
+def keys_of(value: Struct) -> dict[str, Any]:
+    """Return the fields of a Struct by the keys that a document has for them, with the one that names its type."""
+    config = value.__struct_config__
+    return ({config.tag_field: config.tag} if config.tag_field else {}) | structs.asdict(value)
+
+
 def overlay(below: YamlNode, above: YamlNode) -> YamlNode:
     """Return two nodes as one: mappings key by key, and of everything else the one above."""
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         return above
-    merged = dict(below.value)
-    for key, node in above.value.items():
-        merged[key] = overlay(merged[key], node) if key in merged else node
-    return structs.replace(below, value=merged)
+    common = {key: overlay(node, above.value[key]) for key, node in below.value.items() if key in above.value}
+    return structs.replace(below, value=below.value | above.value | common)
 
 
 def resolved(text: str) -> Any:
@@ -193,19 +202,21 @@ class _Builder:
             if not isinstance(event, yaml.DocumentStartEvent):
                 continue
             if self._count:
-                raise self._unreadable(event, "a second document starts here: one file holds one")
+                raise self.refuse(_line(event), "a second document starts here: one file holds one")
             root = self._node(next(self._events), ())
             node = node if root.is_null else root
         return node
 
-    def refuse(self, line: int, problem: str) -> None:
+    def refuse(self, line: int, problem: str) -> UnreadableError:
+        """Note a mistake, and return what is raised where the rest cannot be made sense of."""
         self.mistakes.append((self._place(line), problem))
+        return UnreadableError()
 
     def _node(self, event: yaml.Event, path: tuple[str, ...]) -> YamlNode:
         if isinstance(event, yaml.AliasEvent):
             return self._alias(event)
         if len(path) > DEEPEST:
-            raise self._unreadable(event, f"nested more than {DEEPEST} levels deep")
+            raise self.refuse(_line(event), f"nested more than {DEEPEST} levels deep")
         tag, anchor = getattr(event, "tag", None), getattr(event, "anchor", None)
         if tag not in (None, "!", "tag:yaml.org,2002:str"):
             # The tag is not shown: it may be a password that lacks its quotes.
@@ -224,14 +235,16 @@ class _Builder:
     def _alias(self, event: yaml.AliasEvent) -> YamlNode:
         if event.anchor not in self._anchored:
             # The name is not shown, for the same reason as a tag.
-            raise self._unreadable(event, "an alias of nothing; put quotes around text that starts with '*'")
+            raise self.refuse(_line(event), "an alias of nothing; put quotes around text that starts with '*'")
         node, size = self._anchored[event.anchor]
         self._add(event, size)
         return node
 
     def _value(self, event: yaml.Event, path: tuple[str, ...]) -> dict[str, YamlNode] | list[YamlNode] | str:
         if isinstance(event, yaml.ScalarEvent):
-            return self._text(event)
+            if not is_text(event.value):
+                self.refuse(_line(event), "an escape in it is half of a surrogate pair, which is not a character")
+            return str(event.value)
         if isinstance(event, yaml.MappingStartEvent):
             return self._mapping(path)
         items: list[YamlNode] = []
@@ -257,26 +270,10 @@ class _Builder:
                 nodes[key] = structs.replace(node, place=self._place(line))
         return nodes
 
-    def _text(self, event: yaml.ScalarEvent) -> str:
-        text: str = event.value
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                self.refuse(
-                    _line(event),
-                    "an escape in it is half of a surrogate pair, which is not a character",
-                )
-        return text
-
     def _add(self, event: yaml.Event, size: int) -> None:
         self._count += size
         if self._count > MAX_NODES:
-            raise self._unreadable(event, f"holds more than {MAX_NODES} values, aliases unfolded")
-
-    def _unreadable(self, event: yaml.Event, problem: str) -> UnreadableError:
-        self.refuse(_line(event), problem)
-        return UnreadableError()
+            raise self.refuse(_line(event), f"holds more than {MAX_NODES} values, aliases unfolded")
 
     def _place(self, line: int) -> KeyPlace:
         """Return a line of the text, counted from 0 as PyYAML does."""

@@ -9,6 +9,8 @@ routers are matched with what the files have.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from itertools import product
 from typing import Any
 
 from msgspec import inspect
@@ -21,6 +23,10 @@ SERVER_FILE, WORKERS_FILE = f"{SERVER}CONFIG_FILE", f"{WORKERS}CONFIG_FILE"
 _NOT_KEYS = (SERVER_FILE, WORKERS_FILE, f"{WORKERS}NATS_SERVER", f"{WORKERS}PURE")
 
 
+_LISTS = inspect.VarTupleType | inspect.TupleType
+_MAPPINGS = inspect.StructType | inspect.UnionType | inspect.DictType | inspect.AnyType
+
+
 def overrides(
     root: YamlNode, environ: Mapping[str, str], *, wanted: inspect.Type, rank: int
 ) -> tuple[YamlNode, list[tuple[KeyPlace, str]]]:
@@ -30,29 +36,22 @@ def overrides(
     a mistake if it is one of ours; one of aviso-server's is left to the server.
     """
     mistakes: list[tuple[KeyPlace, str]] = []
-    for prefix in (SERVER, WORKERS):
-        for name in sorted(environ):
-            if not name.upper().startswith(prefix) or name.upper() in _NOT_KEYS:
-                continue
-            place = KeyPlace(rank=rank, line=0, source=name)
-            try:
-                keys, type_ = _find(name[len(prefix) :].lower().split("__"), root, wanted)
-            except LookupError as problem:
-                if prefix == WORKERS:
-                    mistakes.append((place, f"names no known key: {problem}"))
-                continue
-            if keys[-1] == "token" and not environ[name].strip():
-                continue  # an empty token is none, as in NATS_TOKEN
-            if not is_text(environ[name]):
-                mistakes.append((place, "is not UTF-8 text"))
-                continue
-            node, wrong = _value(environ[name], type_, place)
-            mistakes += wrong
-            if node is None:
-                continue
-            for key in reversed(keys):
-                node = YamlNode(value={key: node}, place=place)
-            root = overlay(root, node)
+    for prefix, name in product((SERVER, WORKERS), sorted(environ)):
+        if not name.upper().startswith(prefix) or name.upper() in _NOT_KEYS:
+            continue
+        place = KeyPlace(rank=rank, line=0, source=name)
+        try:
+            keys, type_ = _find(name[len(prefix) :].lower().split("__"), root, wanted)
+        except LookupError as problem:
+            if prefix == WORKERS:
+                mistakes.append((place, f"names no known key: {problem}"))
+            continue
+        if keys[-1] == "token" and not environ[name].strip():
+            continue  # an empty token is none, as in NATS_TOKEN
+        node, wrong = _value(environ[name], type_, place)
+        mistakes += wrong
+        if node is not None:
+            root = overlay(root, reduce(lambda below, key: YamlNode(value={key: below}, place=place), keys[::-1], node))
     return root, mistakes
 
 
@@ -79,30 +78,24 @@ def _inside(wanted: inspect.Type) -> tuple[dict[str, inspect.Type], inspect.Type
     """Return the known keys below a type, and the type of all other keys, if there may be others."""
     match wanted:
         case inspect.StructType(fields=fields, tag_field=tag_field):
-            tag: dict[str, inspect.Type] = {tag_field: inspect.StrType()} if tag_field else {}
-            return tag | {field.name: field.type for field in fields}, None
+            tag = {tag_field: inspect.StrType()} if tag_field else {}
+            return {**tag, **{field.name: field.type for field in fields}}, None
         case inspect.UnionType(types=types):
             return {key: type_ for each in types for key, type_ in _inside(each)[0].items()}, None
-        case inspect.DictType(value_type=inside):
-            return {}, inside
-        case inspect.AnyType():
-            return {}, wanted
         case _:
-            return {}, None
+            return {}, wanted if isinstance(wanted, inspect.AnyType) else getattr(wanted, "value_type", None)
 
 
 def _value(text: str, wanted: inspect.Type, place: KeyPlace) -> tuple[YamlNode | None, list[tuple[KeyPlace, str]]]:
     """Return the text of a variable as a node: text for a scalar, and for what holds several values also YAML's flow
     style.
     """
+    if not is_text(text):
+        return None, [(place, "is not UTF-8 text")]
     wanted = without_none(wanted)
-    is_list = isinstance(wanted, inspect.VarTupleType | inspect.TupleType)
-    holds_several = is_list or isinstance(
-        wanted, inspect.StructType | inspect.UnionType | inspect.DictType | inspect.AnyType
-    )
-    if holds_several and text.lstrip().startswith(("[", "{")):
+    if isinstance(wanted, _LISTS | _MAPPINGS) and text.lstrip().startswith(("[", "{")):
         return parse(text, place)
-    if is_list:
+    if isinstance(wanted, _LISTS):
         parts: list[Any] = [YamlNode(value=part.strip(), place=place) for part in text.split(",")]
         return YamlNode(value=parts, place=place), []
     return YamlNode(value=text, place=place, plain=isinstance(wanted, inspect.AnyType)), []

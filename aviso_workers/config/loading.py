@@ -11,24 +11,22 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 from os.path import isfile
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from msgspec import Struct, inspect, structs
+from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema
-from aviso_workers.aviso.schema import EventType
-from aviso_workers.config import nats_context, schema_entries
+from aviso_workers.aviso.schema import EventType, PayloadRule, StoragePolicy
+from aviso_workers.config import nats_context
 from aviso_workers.config import streams as declared_streams
-from aviso_workers.config.conversion import Reader
+from aviso_workers.config.conversion import Reader, described
 from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of, overlay, parse
 from aviso_workers.config.environment import SERVER_FILE, WORKERS, WORKERS_FILE, overrides
-from aviso_workers.config.schema_entries import EventTypes
-from aviso_workers.config.secrets import Secret
+from aviso_workers.config.secrets import Secret, is_url
 from aviso_workers.config.settings import Config, Document, JetStream, Lineage, NotificationBackend
 from aviso_workers.errors import ConfigError
 from aviso_workers.jetstream.fields import DeclaredStream
@@ -48,6 +46,10 @@ _SCHEMA = "notification_schema"
 _JETSTREAM = "notification_backend.jetstream"
 _DEFAULT = KeyPlace(rank=0, line=0, source="default")
 _UNUSED = {"jetstream": "notification_backend.in_memory", "in_memory": _JETSTREAM}
+
+
+EventTypes = Sequence[tuple[str, YamlNode]]
+"""Event types that are declared in Python: each by its name, as an entry of `notification_schema`."""
 
 
 class Examined(Struct, frozen=True, kw_only=True):
@@ -100,10 +102,9 @@ def examine(
     files = _files(path, environ, needed=context is None and not named and not event_types, beside=beside)
     root, mistakes = _read(files)
     if not files:
-        kind = YamlNode(value={"kind": YamlNode(value="jetstream", place=_DEFAULT)}, place=_DEFAULT)
-        root = structs.replace(root, value={"notification_backend": kind})
-    root, clashes = schema_entries.laid_over(root, event_types)
-    wanted = _document_type()
+        root = root.having("notification_backend", node_of({"kind": "jetstream"}, _DEFAULT))
+    root, clashes = _with_event_types(root, event_types)
+    wanted = described(Document)
     root, wrong = overrides(root, environ, wanted=wanted, rank=ENVIRONMENT)
     reader = Reader(unused=_UNUSED.get(_kind(root), ""))
     uses_context = _uses_context(root, context, named, reader)
@@ -119,13 +120,9 @@ def examine(
         _refuse_all(reader, _jetstream_mistakes(backend.jetstream, reader))
     elif context is not None and backend:
         reader.refuse("notification_backend.kind", "must be jetstream for a context of the nats command line")
-    _refuse_all(reader, chain(clashes, _schema_mistakes(values, reader)))
-    if not reader.is_wrong("notification_backend") and not reader.is_wrong(_SCHEMA):
-        streams: dict[str, DeclaredStream] = values.get("streams", {})
-        whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
-        _refuse_all(reader, _stream_mistakes(whole, values.get(_SCHEMA, {}), values["notification_backend"]))
-    _refuse_all(reader, _lineage_mistakes(values))
-    _warn_of_fields(values, reader)
+    of_sections = (_schema_mistakes(values, reader), _stream_mistakes(values, reader), _lineage_mistakes(values))
+    _refuse_all(reader, chain(clashes, *of_sections))
+    _warn_of_fields(values.get(_SCHEMA, {}), reader)
     variables = {place.source for place in reader.places.values() if place.rank == ENVIRONMENT}
     config = Config(
         **{"notification_backend": NotificationBackend(kind="in_memory"), **values},
@@ -161,9 +158,9 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
             else:
                 unclear.add(name)
         # The environment may have changed what was declared since it was taken over.
-        elif schema_entries.differ(name, taken.get(name, whole[name]), entry):
+        elif problem := _clash(name, taken.get(name, whole[name]), entry):
             reader.places.setdefault(path, KeyPlace(rank=0, line=0, source=config.origins.get(path, "")))
-            reader.refuse(path, schema_entries.clash(name, taken.get(name, whole[name]), entry))
+            reader.refuse(path, problem)
             unclear.add(name)
     for name, problem in schema.check_bases_unique(whole).items():
         reader.refuse(f"{_SCHEMA}.{name}.topic.base", problem)
@@ -173,7 +170,7 @@ def completed(config: Config, event_types: EventTypes = ()) -> Examined:
         reader.refuse(path, problem)
         unclear.add(name)
     whole = {name: each for name, each in whole.items() if name in loaded or name not in unclear}
-    _warn_of_fields({_SCHEMA: {name: known for name, known in whole.items() if name not in loaded}}, reader)
+    _warn_of_fields({name: known for name, known in whole.items() if name not in loaded}, reader)
     return Examined(
         config=structs.replace(
             config,
@@ -191,7 +188,7 @@ def _without_mistakes(name: str, entry: YamlNode, reader: Reader) -> EventType |
     types by their number: with dots in a name, key paths do not tell.
     """
     before = len(reader.mistakes)
-    event_type: EventType = reader.read(entry, schema_entries.entry_type(), f"{_SCHEMA}.{name}")
+    event_type: EventType = reader.read(entry, described(EventType), f"{_SCHEMA}.{name}")
     if len(reader.mistakes) == before:
         _refuse_all(reader, iter(schema.mistakes(name, event_type)))
     return event_type if len(reader.mistakes) == before else None
@@ -205,7 +202,7 @@ def _mistakes_beside(
     """
     yield from _unsupported_policies(config.notification_backend, event_types, reader)
     by_stream = declared_streams.event_streams(event_types)
-    for path, problem in _stream_mistakes(config.streams, event_types, config.notification_backend):
+    for path, problem in declared_streams.mistakes(config.streams, event_types, config.notification_backend):
         name = by_stream.get(path.removeprefix("streams.").partition(".")[0].upper(), "")
         if name or not some_are_missing:  # else the stream may be that of an event type that is left out
             yield name, path, problem
@@ -219,13 +216,8 @@ def _by_origin(
     known, origins = config.notification_schema, config.origins
     loaded = {name: known[name] for name in known if f"{_SCHEMA}.{name}" in origins}
     new = [(name, _node_of(name, known[name])) for name in known if name not in loaded]
-    taken = {}
-    for name, entry in event_types:
-        if origins.get(f"{_SCHEMA}.{name}") == str(entry.place):
-            taken[name] = entry
-        else:
-            new.append((name, entry))
-    return loaded, taken, new
+    is_taken = [origins.get(f"{_SCHEMA}.{name}") == str(entry.place) for name, entry in event_types]
+    return loaded, dict(compress(event_types, is_taken)), [*new, *compress(event_types, map(not_, is_taken))]
 
 
 def _node_of(name: str, event_type: EventType) -> YamlNode:
@@ -233,15 +225,7 @@ def _node_of(name: str, event_type: EventType) -> YamlNode:
     try:
         return node_of(event_type, place)
     except ValueError as error:
-        raise _error([(place, f"{_SCHEMA}.{name} cannot be read: {error}")]) from error
-
-
-@cache
-def _document_type() -> inspect.StructType:
-    """Return the type of a document. To inspect it takes twenty times as long as to read a file."""
-    wanted = inspect.type_info(Document)
-    assert isinstance(wanted, inspect.StructType)
-    return wanted
+        raise ConfigError([f"{place}: {_SCHEMA}.{name} cannot be read: {error}"]) from error
 
 
 def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool, beside: Path | None) -> Sequence[Path]:
@@ -267,12 +251,8 @@ def _files(path: str | Path | None, environ: Mapping[str, str], *, needed: bool,
 
 def places(environ: Mapping[str, str]) -> list[Path]:
     """Return where aviso-server looks for its configuration, of which a later file wins."""
-    home = environ.get("HOME")
-    return [
-        HERE,
-        Path("/etc/aviso_server/config.yaml"),
-        *([Path(home, ".aviso_server/config.yaml")] if home else []),
-    ]
+    at_home = [Path(home, ".aviso_server/config.yaml")] if (home := environ.get("HOME")) else []
+    return [HERE, Path("/etc/aviso_server/config.yaml"), *at_home]
 
 
 def _file(named_by: str, path: str | Path, beside: Path | None = None) -> Path:
@@ -300,15 +280,13 @@ def _read(files: Sequence[Path]) -> tuple[YamlNode, list[tuple[KeyPlace, str]]]:
     for rank, file in enumerate(files):
         node, wrong = _read_one(file, KeyPlace(rank=rank, line=1, source=str(file)))
         mistakes += wrong
-        if node is None:
-            unreadable = True
-        elif isinstance(node.value, dict):
-            root = overlay(root, node)
-        else:
+        if node is not None and not isinstance(node.value, dict):
             mistakes.append((node.place, "expected keys and values at the top, such as 'notification_backend:'"))
-            unreadable = True
+            node = None
+        unreadable = unreadable or node is None
+        root = overlay(root, node) if node else root
     if unreadable:
-        raise _error(mistakes)
+        raise ConfigError(_sentences(mistakes))
     return root, mistakes
 
 
@@ -326,52 +304,105 @@ def _read_one(file: Path, start: KeyPlace) -> tuple[YamlNode | None, list[tuple[
         return None, [(structs.replace(start, line=line), "is not UTF-8 text")]
 
 
+def _with_event_types(root: YamlNode, event_types: EventTypes) -> tuple[YamlNode, list[tuple[str, str]]]:
+    """Return the root with the event types of Python added, and as (key path, mistake) where one contradicts another
+    place.
+
+    An event type may be declared in several places as long as all declarations mean the same, so that it may be in the
+    code and in a file which an aviso-server reads too. Where they differ, neither is a safe choice: a key in another
+    order is another subject, and a shorter retention removes messages.
+    """
+    section = root.keys.get(_SCHEMA)
+    written = {} if section is None or section.is_null else section.value
+    if not event_types or not isinstance(written, dict):
+        return root, []
+    whole, clashes = dict(written), []
+    for name, entry in event_types:
+        before = whole.setdefault(name, entry)
+        if before is entry:
+            continue
+        if problem := _clash(name, before, entry):
+            clashes.append((f"{_SCHEMA}.{name}", problem))
+        elif before.place.rank < IN_PYTHON:
+            whole[name] = entry  # by its place `completed` knows that it was loaded
+    place = section.place if section else next(iter(whole.values())).place
+    return root.having(_SCHEMA, YamlNode(value=whole, place=place)), clashes
+
+
+def _clash(name: str, before: YamlNode | EventType, entry: YamlNode) -> str:
+    """Return what is wrong with an event type that this entry declares another way; empty where both mean the same.
+
+    A declaration that cannot be read differs from every other one.
+    """
+    here, there = _meaning(name, before), _meaning(name, entry)
+    if here is not None and here == there:
+        return ""
+    said = f"is declared another way at {entry.place}: keep one of them, or let both say the same"
+    if here is None or there is None or here[:-1] != there[:-1]:
+        return said
+    policies = {"this one": here[-1], "that in Python": there[-1]}
+    each = [
+        place for place, policy in policies.items() if isinstance(policy, StoragePolicy) and policy.allow_duplicates
+    ]
+    if len(each) != 1:
+        return f"{said}; only their storage policies differ"
+    return (
+        f"{said}. Of the two, only {each[0]} keeps every notification: say `allow_duplicates: true` in the file, or "
+        "latest_only=True in Python"
+    )
+
+
+def _meaning(name: str, declared: YamlNode | EventType) -> tuple[object, ...] | None:
+    """Return the parts of an event type in which two declarations of it must agree; None where it cannot be read.
+
+    They need not agree in descriptions, nor in `required` of a field, which only concerns watches of an aviso-server.
+    """
+    reader = Reader(unused="")
+    known: EventType = reader.read(declared, described(EventType), name) if isinstance(declared, YamlNode) else declared
+    if reader.mistakes:
+        return None
+    rules = {field: structs.replace(rule, required=True, description=None) for field, rule in known.identifier.items()}
+    payload = known.payload or PayloadRule(required=False)
+    policy = known.storage_policy or StoragePolicy()
+    policy = structs.replace(policy, allow_duplicates=bool(policy.allow_duplicates))
+    return schema.topic_of(name, known), rules, payload, policy
+
+
 def _kind(root: YamlNode) -> str:
-    node = _at(root, "notification_backend", "kind")
-    return node.value if node and isinstance(node.value, str) else ""
-
-
-def _connection(root: YamlNode) -> tuple[str, YamlNode] | None:
-    """Return the first key that says where to connect to or as whom, where there is one."""
-    section = _at(root, *_JETSTREAM.split("."))
-    given = section.value if section and isinstance(section.value, dict) else {}
-    return next(((key, node) for key, node in given.items() if key in nats_context.CONNECTION), None)
+    kind = _at(root, "notification_backend", "kind").value
+    return kind if isinstance(kind, str) else ""
 
 
 def _uses_context(root: YamlNode, context: str | None, named: str | None, reader: Reader) -> bool:
     """Return whether a context says where to connect to: a configured connection goes before the one of a variable."""
     if context is not None or not named:
         return context is not None
-    if (connection := _connection(root)) is None:
+    given = _at(root, "notification_backend", "jetstream").keys
+    if (key := next((key for key in given if key in nats_context.CONNECTION), None)) is None:
         return _kind(root) in ("", "jetstream")
-    key, node = connection
     text = f"is used, and {nats_context.VARIABLE} is not: --context goes before the configuration"
-    reader.warn(node.place, f"{_JETSTREAM}.{key}", text)
+    reader.warn(given[key].place, f"{_JETSTREAM}.{key}", text)
     return False
 
 
 def _connected(root: YamlNode, section: YamlNode) -> YamlNode:
     """Return the root with the keys of another connection, and none of the one that it had: a server must not get the
     credentials that are meant for another one."""
-    backend = _at(root, "notification_backend")
+    backend = root.keys.get("notification_backend")
     if backend is None or backend.is_null:
-        kind = YamlNode(value="jetstream", place=section.place)
-        backend = YamlNode(value={"kind": kind}, place=section.place)
+        backend = node_of({"kind": "jetstream"}, section.place)
     if not isinstance(backend.value, dict):
         return root
     before = backend.value.get("jetstream", section)
-    kept = before.value if isinstance(before.value, dict) else {}
-    assert isinstance(section.value, dict)
-    keys = {key: node for key, node in kept.items() if key not in nats_context.CONNECTION} | section.value
-    whole = {**backend.value, "jetstream": structs.replace(before, value=keys)}
-    assert isinstance(root.value, dict)
-    return structs.replace(root, value={**root.value, "notification_backend": structs.replace(backend, value=whole)})
+    kept = {key: node for key, node in before.keys.items() if key not in nats_context.CONNECTION}
+    changed = structs.replace(before, value=kept | section.keys)
+    return root.having("notification_backend", backend.having("jetstream", changed))
 
 
-def _at(root: YamlNode, *keys: str) -> YamlNode | None:
-    node: YamlNode | None = root
+def _at(node: YamlNode, *keys: str) -> YamlNode:
+    """Return what is at these keys; an empty mapping where there is nothing."""
     for key in keys:
-        node = node.value.get(key) if node and isinstance(node.value, dict) else None
+        node = node.keys.get(key, YamlNode(value={}, place=_DEFAULT))
     return node
 
 
@@ -471,8 +502,7 @@ def _unsupported_policies(
                 yield name, path, f"is not supported by backend {backend.kind!r}"
 
 
-def _warn_of_fields(values: Mapping[str, Any], reader: Reader) -> None:
-    event_types: dict[str, EventType] = values.get(_SCHEMA, {})
+def _warn_of_fields(event_types: Mapping[str, EventType], reader: Reader) -> None:
     for name, event_type in event_types.items():
         for field in schema.not_stored(event_type):
             path = f"notification_schema.{name}.identifier.{field}"
@@ -485,20 +515,17 @@ def _warn_of_fields(values: Mapping[str, Any], reader: Reader) -> None:
 
 
 def _unclear(root: YamlNode, config: Config, reader: Reader) -> Iterator[str]:
-    node = root.value.get("notification_schema") if isinstance(root.value, dict) else None
-    for name in node.value if node and isinstance(node.value, dict) else ():
+    for name in _at(root, _SCHEMA).keys:
         if name not in config.notification_schema or reader.is_wrong(f"notification_schema.{name}"):
             yield name
 
 
-def _stream_mistakes(
-    streams: Mapping[str, DeclaredStream], event_types: Mapping[str, EventType], backend: NotificationBackend
-) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with declared streams."""
-    if streams and backend.kind == "in_memory":
-        yield "streams", "is not supported by backend 'in_memory'"
-    elif streams:
-        yield from declared_streams.mistakes(streams, event_types, backend.jetstream)
+def _stream_mistakes(values: Mapping[str, Any], reader: Reader) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with declared streams, if all that they are compared with could be read."""
+    if not reader.is_wrong("notification_backend") and not reader.is_wrong(_SCHEMA):
+        streams: dict[str, DeclaredStream] = values.get("streams", {})
+        whole = {name: stream for name, stream in streams.items() if not reader.is_wrong(f"streams.{name}")}
+        yield from declared_streams.mistakes(whole, values.get(_SCHEMA, {}), values["notification_backend"])
 
 
 def _lineage_mistakes(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -507,23 +534,13 @@ def _lineage_mistakes(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     if (lineage.subject is None) == (lineage.url is None):
         yield "workers.lineage", "must have either a subject or a url"
-    if lineage.subject is not None and not re.fullmatch(r"[^\s.*>]+(\.[^\s.*>]+)*", lineage.subject):
+    if lineage.subject is not None and not PREFIX.fullmatch(lineage.subject):
         yield "workers.lineage.subject", f"must be one subject such as lineage.runs, not {lineage.subject!r}"
     if lineage.url is not None:
-        if not _is_web_address(lineage.url):
+        if re.search("[@?#]", lineage.url) or not is_url(lineage.url, ("http", "https")):
             yield "workers.lineage.url", "must be a URL such as https://host, without a user: a token is api_key"
     elif lineage.api_key is not None:
         yield "workers.lineage.api_key", "is for a url; the connection to NATS has its own credentials"
-
-
-def _is_web_address(text: str) -> bool:
-    """Return whether it is a URL of HTTP without a user and without what only a request has."""
-    try:
-        parts = urlsplit(text)
-        is_plain = text.isprintable() and not re.search(r"[\s@?#]", text) and parts.port != 0
-    except ValueError:
-        return False
-    return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _origins(reader: Reader) -> dict[str, str]:
@@ -533,10 +550,6 @@ def _origins(reader: Reader) -> dict[str, str]:
 def _refuse_all(reader: Reader, mistakes: Iterator[tuple[str, str]]) -> None:
     for path, problem in mistakes:
         reader.refuse(path, problem)
-
-
-def _error(mistakes: list[tuple[KeyPlace, str]]) -> ConfigError:
-    return ConfigError(_sentences(mistakes))
 
 
 def _sentences(found: list[tuple[KeyPlace, str]]) -> list[str]:

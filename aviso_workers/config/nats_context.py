@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -103,10 +104,9 @@ def _file(name: str, environ: Mapping[str, str]) -> Path:
 
 
 def _selected(root: Path) -> str:
-    try:
+    name = ""
+    with suppress(OSError, UnicodeDecodeError):
         name = (root / "context.txt").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        name = ""
     if not name:
         raise ConfigError(["no context is selected: `nats context select NAME` selects one, or name it by --context"])
     return name

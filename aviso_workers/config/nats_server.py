@@ -13,16 +13,18 @@ server: a worker that shares the file needs none of the server's passwords in it
 
 from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from aviso_workers.aviso.literals import Duration, Size
-from aviso_workers.config.fields import Port, about
+from aviso_workers.config.conversion import about
 from aviso_workers.config.secrets import Secret
 from aviso_workers.jetstream.fields import Positive, Text
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = ("localhost", LOOPBACK)
 
+Port = Annotated[int, Meta(ge=0, le=65535)]
+"""A port; 0 is any free port."""
 Cipher = Literal["chacha", "aes"]
 Compression = Literal["off", "accept", "s2_auto", "s2_fast", "s2_better", "s2_best"]
 

@@ -48,7 +48,7 @@ class ServerUrls:
         if not any(self._urls):
             raise ValueError("must not be empty")
         for position, url in enumerate(self._urls, start=1):
-            if not _is_server_url(url):
+            if not is_url(with_scheme(url), _SCHEMES):
                 which = f": number {position} of {len(self._urls)} is not" if len(self._urls) > 1 else ""
                 raise ValueError(f"must be a URL such as nats://host:4222 (or {', '.join(_SCHEMES[1:])}){which}")
 
@@ -78,12 +78,16 @@ class ServerUrls:
         return hash(self._urls)
 
 
-def _is_server_url(url: str) -> bool:
-    if not url.isprintable() or " " in url:
-        return False
+def is_url(text: str, schemes: tuple[str, ...]) -> bool:
+    """Return whether it is a URL with one of these schemes and a host, and without blanks."""
     try:
-        parts = urlsplit(with_scheme(url))
-        return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+        parts = urlsplit(text)
+        return (
+            text.isprintable()
+            and " " not in text
+            and parts.scheme in schemes
+            and bool(parts.hostname and parts.port != 0)
+        )
     except ValueError:
         return False
 

@@ -19,8 +19,8 @@ from msgspec import Meta, Struct, field, structs
 
 from aviso_workers.aviso.literals import Duration, Size
 from aviso_workers.aviso.schema import EventType
-from aviso_workers.config.fields import Port, Seconds, about
-from aviso_workers.config.nats_server import Server
+from aviso_workers.config.conversion import about
+from aviso_workers.config.nats_server import Port, Server
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.errors import UnknownEventTypeError
 from aviso_workers.jetstream.fields import Count, DeclaredStream, Positive, Text
@@ -163,7 +163,7 @@ class JetStream(Struct, frozen=True, kw_only=True):
         ),
     ] = "reconcile"
     publish_deadline_seconds: Annotated[
-        Seconds,
+        Annotated[float, Meta(gt=0)],
         about(
             "Seconds within which a notification must be published, all attempts together. "
             "publish_retry_attempts are made in any case.",

@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.schema import EventType
-from aviso_workers.config.settings import Config, JetStream
+from aviso_workers.config.settings import Config, JetStream, NotificationBackend
 from aviso_workers.jetstream.fields import (
     CONSUMER,
     STREAM,
@@ -130,9 +130,12 @@ def _first(above: tuple[Any, str], below: tuple[Any, str]) -> tuple[Any, str]:
 
 
 def mistakes(
-    streams: Mapping[str, DeclaredStream], event_types: Mapping[str, EventType], jetstream: JetStream
+    streams: Mapping[str, DeclaredStream], event_types: Mapping[str, EventType], backend: NotificationBackend
 ) -> Iterator[tuple[str, str]]:
     """Yield the mistakes that types do not exclude, as (key path, what is wrong)."""
+    if streams and backend.kind == "in_memory":
+        yield "streams", "is not supported by backend 'in_memory'"
+        return
     of_events = event_streams(event_types)
     for name, stream in streams.items():
         path = f"streams.{name}"
@@ -144,7 +147,7 @@ def mistakes(
         declared = as_jetstream(stream)
         stated = {field: (value, f"{path}.{field}") for field, value in declared.items()}
         if event_type := of_events.get(name):
-            of_aviso = stated_by_aviso(event_type, event_types[event_type], jetstream)
+            of_aviso = stated_by_aviso(event_type, event_types[event_type], backend.jetstream)
             yield from _event_stream_mistakes(path, declared, of_aviso)
             stated |= {field: value for field, value in of_aviso.items() if not (stream.mirror and field == "subjects")}
         yield from _stream_mistakes(stated)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import datetime
 from functools import partial
+from typing import Any
 
 import anyio
 import structlog
@@ -45,6 +46,7 @@ MAX_SAID = 5
 
 
 Form = Mapping[str, str]
+Run = Callable[[ActionResult], Awaitable[None]]
 
 log = structlog.get_logger("aviso_workers.console")
 
@@ -53,18 +55,18 @@ class BrokenOffError(BackendError):
     """An action had begun, and what of it is done is not known."""
 
 
-class PlannedAction(Struct, frozen=True, kw_only=True):
+class PlannedAction(Struct, frozen=True):
     """What an action would do."""
 
     of: str
     """What it is done to, for the record."""
-    says: tuple[str, ...]
-    """What is shown before it is confirmed, in sentences."""
-    fields: Mapping[str, str]
-    """What states the plan: the fields that the confirmed form sends again, and that are recorded."""
     back: str
     """The page to return to."""
-    run: Callable[[ActionResult], Awaitable[None]] | None = None
+    fields: Mapping[str, str]
+    """What states the plan: the fields that the confirmed form sends again, and that are recorded."""
+    says: tuple[str, ...]
+    """What is shown before it is confirmed, in sentences."""
+    run: Run | None = None
     """Carries it out."""
     job: Callable[[Job], Awaitable[None]] | None = None
     """Carries it out in the background, if it is a job."""
@@ -80,13 +82,17 @@ class PlannedAction(Struct, frozen=True, kw_only=True):
         return hashlib.sha256("\n".join(plan).encode()).hexdigest()
 
 
+Plans = Callable[..., Awaitable[PlannedAction]]
+"""A function that is called with `Actions`, the form and the visitor."""
+
+
 class Action(Struct, frozen=True, kw_only=True):
     """An action that the console offers."""
 
     name: str
     title: str
     right: Right
-    plan: Callable[[Actions, Form, Visitor], Awaitable[PlannedAction]]
+    plan: Plans
 
 
 class Confirmation(Struct, frozen=True, kw_only=True):
@@ -192,24 +198,34 @@ class Actions:
         job.state = "stopped" if job.scope.cancelled_caught else "failed" if job.failures else "done"
 
 
+ACTIONS: dict[str, Action] = {}
+"""By name, as `_action` collects them."""
+
+
+def _action(name: str, title: str, right: Right, **settings: Any) -> Callable[[Plans], Plans]:
+    """Return a decorator that makes an action of the function that plans it; the settings are handed to it."""
+
+    def add(plan: Plans) -> Plans:
+        ACTIONS[name] = Action(name=name, title=title, right=right, plan=partial(plan, **settings))
+        return plan
+
+    return add
+
+
+@_action("pause-agent", "Pause an agent", "pause")
 async def _pause_agent(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
     target = await _agent(actions, form)
-    seconds = _duration(form)
+    seconds, how_long = _pause(form)
 
     async def run(result: ActionResult) -> None:
         until = await agent_control.pause(actions.admin, target, seconds=seconds)
         result.text = f"paused until {end_text(until)}"
 
-    how_long = f"for {form['for']}" if seconds else "until somebody resumes it"
-    return PlannedAction(
-        of=_name(target),
-        says=(f"All workers of {_name(target)} get no notifications {how_long}. What they have begun is finished.",),
-        fields=_given(form, "app", "agent", "for"),
-        back=_page(target),
-        run=run,
-    )
+    says = f"All workers of {_name(target)} get no notifications {how_long}. What they have begun is finished."
+    return _on_agent(target, _given(form, "app", "agent", "for"), run, says)
 
 
+@_action("resume-agent", "Resume an agent", "pause")
 async def _resume_agent(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
     target = await _agent(actions, form)
 
@@ -217,15 +233,10 @@ async def _resume_agent(actions: Actions, form: Form, _visitor: Visitor) -> Plan
         await agent_control.resume(actions.admin, target)
         result.text = "resumed"
 
-    return PlannedAction(
-        of=_name(target),
-        says=(f"{_name(target)} gets notifications again.",),
-        fields=_given(form, "app", "agent"),
-        back=_page(target),
-        run=run,
-    )
+    return _on_agent(target, _given(form, "app", "agent"), run, f"{_name(target)} gets notifications again.")
 
 
+@_action("reset-agent", "Reset an agent", "reset")
 async def _reset_agent(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
     target = await _agent(actions, form)
     to = form.get("to", "").strip()
@@ -237,20 +248,19 @@ async def _reset_agent(actions: Actions, form: Form, _visitor: Visitor) -> Plann
         left = await agent_control.reset(actions.admin, plan)
         result.text = f"it goes on at {plan.sequence}, with {left} to settle"
 
-    return PlannedAction(
-        of=_name(target),
-        says=(
-            f"{_name(target)} goes on at sequence {plan.sequence} of {target.stream}.",
-            f"{plan.again} notifications that it has been given before would be given again.",
-            f"{plan.passed_over} notifications that it would have been given would be passed over.",
-            f"{plan.unsettled} that are in its hands now, or wait for their next attempt, would not be tried again.",
-        ),
-        fields=_given(form, "app", "agent", "to"),
-        back=_page(target),
-        run=run,
+    return _on_agent(
+        target,
+        _given(form, "app", "agent", "to"),
+        run,
+        f"{_name(target)} goes on at sequence {plan.sequence} of {target.stream}.",
+        f"{plan.again} notifications that it has been given before would be given again.",
+        f"{plan.passed_over} notifications that it would have been given would be passed over.",
+        f"{plan.unsettled} that are in its hands now, or wait for their next attempt, would not be tried again.",
     )
 
 
+@_action("skip-notifications", "Skip notifications", "drop", decides="skip")
+@_action("retry-notifications", "Try notifications again now", "retry", decides="retry")
 async def _decide(actions: Actions, form: Form, visitor: Visitor, *, decides: Decides) -> PlannedAction:
     target = await _agent(actions, form)
     sequence = dead_letters.whole_number(form.get("sequence", ""))
@@ -270,19 +280,18 @@ async def _decide(actions: Actions, form: Form, visitor: Visitor, *, decides: De
             carried_out = sum(each.carried_out for each in answers)
             result.text += f"; and {more} more, of all {carried_out} as decided"
 
-    return PlannedAction(
-        of=_name(target),
-        says=(
-            f"{len(asked)} notifications that {_name(target)} retries {does}.",
-            f"{behind} notifications wait behind them by their ordering key"
-            + (", and will run without them." if decides == "skip" else "."),
-        ),
-        fields=_given(form, "app", "agent", "sequence"),
-        back=_page(target),
-        run=run,
+    return _on_agent(
+        target,
+        _given(form, "app", "agent", "sequence"),
+        run,
+        f"{len(asked)} notifications that {_name(target)} retries {does}.",
+        f"{behind} notifications wait behind them by their ordering key"
+        + (", and will run without them." if decides == "skip" else "."),
     )
 
 
+@_action("drop-dead-letters", "Erase dead letters", "drop", drops=True)
+@_action("retry-dead-letters", "Retry dead letters", "retry", drops=False)
 async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, drops: bool) -> PlannedAction:
     last = dead_letters.whole_number(form.get("last", ""))
     if form.get("last") and last is None:
@@ -295,16 +304,17 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
     of_what = ", ".join(f"{name} {text}" for name, text in chosen.items()) or "all apps"
     does = "erased for good" if drops else "handed back to the agents that failed, as new notifications"
     return PlannedAction(
-        of="dead letters",
-        says=(f"{len(found)} dead letters ({of_what}) are {does}.",),
+        "dead letters",
+        "/dead-letters",
         fields=chosen | _given(form, "rate") | {"last": str(max(found.values()))},
-        back="/dead-letters",
+        says=(f"{len(found)} dead letters ({of_what}) are {does}.",),
         job=partial(dead_letters.act, actions.admin),
         letters=found,
         created=created,
     )
 
 
+@_action("stop-job", "Stop a job", "read")
 async def _stop_job(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
     job = actions.job(dead_letters.whole_number(form.get("number", "")) or 0)
 
@@ -313,15 +323,11 @@ async def _stop_job(actions: Actions, form: Form, visitor: Visitor) -> PlannedAc
         result.text = job.came_to
 
     visitor.require(job.right)
-    return PlannedAction(
-        of=f"job {job.number}",
-        says=(f"Job {job.number} ({job.title}) stops. What it has done stays done; the others stay as they are.",),
-        fields=_given(form, "number"),
-        back=f"/jobs/{job.number}",
-        run=run,
-    )
+    says = f"Job {job.number} ({job.title}) stops. What it has done stays done; the others stay as they are."
+    return PlannedAction(f"job {job.number}", f"/jobs/{job.number}", _given(form, "number"), (says,), run)
 
 
+@_action("apply-streams", "Apply the configuration to streams", "apply")
 async def _apply_streams(actions: Actions, _form: Form, _visitor: Visitor) -> PlannedAction:
     config = actions.config  # what workers have declared is shown, and never applied: anybody's may say so
     plans = [plan for plan in await stream_policy.plans(actions.admin, config) if plan.needed]
@@ -333,13 +339,8 @@ async def _apply_streams(actions: Actions, _form: Form, _visitor: Visitor) -> Pl
             await stream_policy.carry_out(actions.admin, config, plan, removals=True)
             result.text = f"{result.text}, {plan.stream}".removeprefix(", ")
 
-    return PlannedAction(
-        of="streams",
-        says=tuple(_said(plan) for plan in plans),
-        fields={"streams": ", ".join(dict.fromkeys(plan.stream for plan in plans))},
-        back="/streams",
-        run=run,
-    )
+    fields = {"streams": ", ".join(dict.fromkeys(plan.stream for plan in plans))}
+    return PlannedAction("streams", "/streams", fields, tuple(map(_said, plans)), run)
 
 
 def _said(plan: Plan | ConsumerPlan) -> str:
@@ -352,9 +353,10 @@ def _said(plan: Plan | ConsumerPlan) -> str:
     )
 
 
+@_action("pause-timer", "Pause a timer", "pause")
 async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
     app, timer = await _timer(actions, form)
-    seconds = _duration(form)
+    seconds, how_long = _pause(form)
     note = form.get("note", "").strip()
 
     async def run(result: ActionResult) -> None:
@@ -363,10 +365,10 @@ async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> Planne
         )
         result.text = f"paused until {end_text(made.until)}"
 
-    how_long = f"for {form['for']}" if seconds else "until somebody resumes it"
     return _on_timer(form, run, f"No worker runs the timer {timer} of {app} {how_long}. A tick that runs is finished.")
 
 
+@_action("resume-timer", "Resume a timer", "pause")
 async def _resume_timer(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
     app, timer = await _timer(actions, form)
 
@@ -378,6 +380,7 @@ async def _resume_timer(actions: Actions, form: Form, _visitor: Visitor) -> Plan
     return _on_timer(form, run, says)
 
 
+@_action("run-timer", "Run a timer now", "run")
 async def _run_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
     app, timer = await _timer(actions, form)
 
@@ -391,9 +394,13 @@ async def _run_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedA
     )
 
 
-def _on_timer(form: Form, run: Callable[[ActionResult], Awaitable[None]], *says: str) -> PlannedAction:
+def _on_timer(form: Form, run: Run, *says: str) -> PlannedAction:
     fields = _given(form, "app", "timer", "for", "note")
-    return PlannedAction(of=f"{fields['app']}/{fields['timer']}", says=says, fields=fields, back="/timers", run=run)
+    return PlannedAction(f"{fields['app']}/{fields['timer']}", "/timers", fields, says, run)
+
+
+def _on_agent(agent: AgentConsumer, fields: Mapping[str, str], run: Run, *says: str) -> PlannedAction:
+    return PlannedAction(_name(agent), f"/agents/{_name(agent)}", fields, says, run)
 
 
 async def _timer(actions: Actions, form: Form) -> tuple[str, str]:
@@ -417,26 +424,24 @@ def _name(agent: AgentConsumer) -> str:
     return f"{agent.app}/{agent.agent}"
 
 
-def _page(agent: AgentConsumer) -> str:
-    return f"/agents/{agent.app}/{agent.agent}"
-
-
 def _given(form: Form, *names: str) -> dict[str, str]:
     return {name: form[name].strip() for name in names if form.get(name, "").strip()}
 
 
-def _duration(form: Form) -> float | None:
-    """Return the seconds of the field `for`; None where it is empty. Raises `DeclarationError`."""
+def _pause(form: Form) -> tuple[float | None, str]:
+    """Return the seconds of the field `for`, None where it is empty, and the same in words. Raises
+    `DeclarationError`.
+    """
     text = form.get("for", "").strip()
     if not text:
-        return None
+        return None, "until somebody resumes it"
     try:
         seconds = Duration.parse(text)
     except ValueError as error:
         raise DeclarationError(f"for how long: {error}; say a number and s, m, h, d or w, such as 2h") from error
     if not seconds:
         raise DeclarationError("0s would pause nothing: say how long, or nothing to pause it until it is resumed")
-    return float(seconds)
+    return float(seconds), f"for {form['for']}"
 
 
 def _rate(form: Form) -> float | None:
@@ -451,42 +456,3 @@ def _rate(form: Form) -> float | None:
     if not 0.001 <= rate <= 1e6:
         raise DeclarationError(f"at most so many a second: {text!r} is no number between 0.001 and 1,000,000")
     return rate
-
-
-ACTIONS = {
-    action.name: action
-    for action in (
-        Action(name="pause-agent", title="Pause an agent", right="pause", plan=_pause_agent),
-        Action(name="resume-agent", title="Resume an agent", right="pause", plan=_resume_agent),
-        Action(name="reset-agent", title="Reset an agent", right="reset", plan=_reset_agent),
-        Action(
-            name="retry-notifications",
-            title="Try notifications again now",
-            right="retry",
-            plan=partial(_decide, decides="retry"),
-        ),
-        Action(
-            name="skip-notifications",
-            title="Skip notifications",
-            right="drop",
-            plan=partial(_decide, decides="skip"),
-        ),
-        Action(
-            name="retry-dead-letters",
-            title="Retry dead letters",
-            right="retry",
-            plan=partial(_on_dead_letters, drops=False),
-        ),
-        Action(
-            name="drop-dead-letters",
-            title="Erase dead letters",
-            right="drop",
-            plan=partial(_on_dead_letters, drops=True),
-        ),
-        Action(name="stop-job", title="Stop a job", right="read", plan=_stop_job),
-        Action(name="apply-streams", title="Apply the configuration to streams", right="apply", plan=_apply_streams),
-        Action(name="pause-timer", title="Pause a timer", right="pause", plan=_pause_timer),
-        Action(name="resume-timer", title="Resume a timer", right="pause", plan=_resume_timer),
-        Action(name="run-timer", title="Run a timer now", right="run", plan=_run_timer),
-    )
-}

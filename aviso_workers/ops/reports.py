@@ -140,10 +140,10 @@ def _server_row(found: Monitored) -> ServerRow:
     )
 
 
-def consumers(now: ServerSnapshot, before: ServerSnapshot) -> list[ConsumerRow]:
-    """Return a row for each consumer, the largest lag first."""
+def consumers(now: ServerSnapshot, before: ServerSnapshot, *, stream: str = "") -> list[ConsumerRow]:
+    """Return a row for each consumer, or for each of one `stream`, the largest lag first."""
     judged = agent_report.by_consumer(now, before)
-    rows = [_consumer_row(key, now, before, judged.get(key)) for key in now.consumers]
+    rows = [_consumer_row(key, now, before, judged.get(key)) for key in now.consumers if stream in ("", key[0])]
     return sorted(rows, key=lambda row: (-row.lag, row.stream, row.consumer))
 
 

@@ -22,7 +22,8 @@ from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.health import CATCHES_UP, Unknown
 from aviso_workers.ops.inventory import Listing
-from aviso_workers.state import worker_records
+from aviso_workers.state import own_streams, worker_records
+from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.state.worker_records import AppWorkers
 from aviso_workers.task_groups import task_group
 
@@ -51,8 +52,9 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
 
 
 async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
-    """Take a snapshot of all streams and their consumers, or of one `stream`. What is denied is left out, and what no
-    server answers for. Raises `BackendError`, and `NotFoundError` where there is no such stream.
+    """Take a snapshot of all streams and their consumers, or of one `stream` and of what is handed back to its agents.
+    What is denied is left out, and what no server answers for. Raises `BackendError`, and `NotFoundError` where there
+    is no such stream.
     """
     denied = Denials()
     listed = await (_listed(admin, stream) if stream else inventory.streams(admin, denied=denied))
@@ -73,6 +75,11 @@ async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
     async with task_group() as tasks:  # a server waits for those that do not answer
         for name in [stream] if stream else [name for name, found in streams.items() if found.consumers]:
             tasks.start_soon(list_consumers, name)
+    if stream:
+        apps = {of[0] for _, name in consumers if (of := agent_inventory.agent_of(name))}
+        async with task_group() as tasks:
+            for app in apps:
+                tasks.start_soon(list_consumers, own_streams.of_app(RETRIES, app))
     return ServerSnapshot(
         at=anyio.current_time(),
         streams=streams,

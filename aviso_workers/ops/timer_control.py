@@ -48,13 +48,7 @@ def declared(app: str, timers: Sequence[Timer[Any, Any]], timer: str) -> Timer[A
 
 
 async def pause(
-    admin: Admin,
-    app: str,
-    timer: str,
-    *,
-    until: datetime | None = None,
-    seconds: float | None = None,
-    note: str = "",
+    admin: Admin, app: str, timer: str, *, until: datetime | None = None, seconds: float | None = None, note: str = ""
 ) -> Pause:
     """Pause the timer until this time, or for so long by the server's clock, or until it is resumed: no worker runs its
     ticks. A later pause replaces an earlier one. Return the pause.

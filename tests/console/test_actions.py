@@ -252,7 +252,7 @@ async def test_an_audit_stream_that_was_deleted_is_made_again(console: Served, a
         done = await confirmed(client, "pause-agent", **INDEX)
         assert done.status_code == 303
         await shown(client, "/audit", "1 of the newest 200 actions", "anna pause-agent")
-        await shown(client, "/audit?who=bert", "None of the newest 1 actions from a console matches. Show all.")
+        await shown(client, "/audit?who=bert", "None of the newest 1 actions from a console matches.")
 
 
 async def test_a_form_that_is_sent_twice_begins_one_job(console: Served, app: App, running: Harness) -> None:

@@ -13,7 +13,7 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.ops import agent_control
+from aviso_workers.ops import agent_control, reports, snapshots
 from aviso_workers.ops.agent_control import UNTIL_RESUMED, AgentConsumer
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import consumer_records, own_streams
@@ -123,6 +123,8 @@ class TestAPause:
         await t.app.session.admin.pause_consumer(stream, INDEX.consumer, until=UNTIL_RESUMED)
         (index,) = await looked(t.app.session.admin, t.app.config)
         assert (index.judgement.state, index.judgement.why) == ("half paused", f"only its {paused} are paused")
+        of_stream = await snapshots.take(t.app.session.admin, stream="MARS")
+        assert {row.stuck for row in reports.consumers(of_stream, of_stream, stream="MARS")} == {index.judgement.text}
         await agent_control.pause(t.app.session.admin, INDEX)
         (index,) = await looked(t.app.session.admin, t.app.config)
         assert (index.judgement.state, index.judgement.needs) == ("paused", False)

@@ -8,6 +8,7 @@ at all of them twice, because replicas of a stream that is written to are never 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import anyio
 from msgspec import Struct
@@ -15,6 +16,7 @@ from msgspec import Struct
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.answers import OwnReplica
+from aviso_workers.task_groups import asked_of_each
 
 LATER_SECONDS = 3.0
 """Between the two looks: replicas carry out the same log within milliseconds, and messages that reach their max_age
@@ -43,18 +45,12 @@ async def look_twice(monitors: Mapping[str, str], account: str) -> Looks:
 
 
 async def _look(monitors: Mapping[str, str], account: str) -> Look:
-    found: dict[str, Mapping[str, OwnReplica]] = {}
+    async def ask(server: str) -> Mapping[str, OwnReplica]:
+        with suppress(ServerProcessError):  # it has just stopped
+            return await anyio.to_thread.run_sync(monitoring_port.own_replicas, monitors[server], account)
+        return {}
 
-    async def ask(server: str, url: str) -> None:
-        try:
-            found[server] = await anyio.to_thread.run_sync(monitoring_port.own_replicas, url, account)
-        except ServerProcessError:
-            return  # it has just stopped
-
-    async with anyio.create_task_group() as tasks:
-        for server, url in monitors.items():
-            tasks.start_soon(ask, server, url)
-    return found
+    return await asked_of_each(monitors, ask)
 
 
 def diverged(looks: Looks) -> Iterator[tuple[str, str]]:

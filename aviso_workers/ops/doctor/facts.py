@@ -8,7 +8,7 @@ that none of its tables, streams and consumers is made.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -50,11 +50,8 @@ from aviso_workers.ops.health import Unknown
 from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import worker_records
-from aviso_workers.state.consumer_records import ConsumerRecord
-from aviso_workers.state.declarations import AppDeclarations, Deploy
-from aviso_workers.state.failure_records import LastFailure
-from aviso_workers.state.timer_requests import Pause
 from aviso_workers.state.worker_records import AppWorkers
+from aviso_workers.task_groups import asked_of_each
 
 T = TypeVar("T")
 
@@ -74,8 +71,6 @@ MAX_LATER, LATER_SECONDS = 3, 1.0
 stream is behind for moments."""
 MAX_ADVISORY_BYTES = 32 << 20
 """Of all advisories of an examination: any client may publish on their subjects."""
-AT_ONCE = 32
-"""The most requests that run side by side."""
 
 
 class Scope(Struct, frozen=True, kw_only=True):
@@ -116,18 +111,10 @@ class Sample(Struct, frozen=True, kw_only=True):
 class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """The facts that are requested once, and not with each sample."""
 
-    now: datetime
-    """By the server's clock where that is known, as the times of records are."""
     dead_letters: Mapping[tuple[str, str], int]
     """Dead letters that are kept, by app and agent."""
-    records: Mapping[tuple[str, str], ConsumerRecord]
-    """The records of workers on agents' consumers, by stream and consumer."""
-    functions: Mapping[tuple[str, str], tuple[str, ...]]
-    """The functions of agents whose workers run several, by stream and consumer."""
-    failures: Mapping[tuple[str, str, str], LastFailure]
-    """The last failures of agents, timers and tasks, by app, kind and name."""
-    pauses: Mapping[tuple[str, str], Pause]
-    """The pauses of timers, by app and timer."""
+    recorded: Recorded
+    """What workers have recorded, and what operators have ordered of timers; empty where that is not known."""
     run_alone: tuple[RunAlone, ...]
     """Notifications that are run alone, because a worker process ended while they ran."""
     due: Mapping[str, int]
@@ -141,12 +128,8 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """Streams that follow others, or did until they were promoted, and their origins as far as these answer."""
     is_strict: bool | None
     """Whether JetStream's API refuses requests with unknown fields; None where that is not known."""
-    deploys: Mapping[str, tuple[Deploy, ...]] = {}
-    """The last deploys, by app."""
     oldest_pending: Mapping[tuple[str, str], datetime] = {}
     """As `snapshots.oldest_pending` returns it."""
-    apps: Mapping[str, AppDeclarations] = {}
-    """What the apps have declared."""
     workers: dict[str, AppWorkers] | Unknown = {}
     """By app, as far as they have recorded themselves."""
 
@@ -178,6 +161,11 @@ class Facts(_UnsampledFacts, frozen=True, kw_only=True):
     """Whether our user has a name, and hears answers where other users can hear them too."""
 
     @property
+    def now(self) -> datetime:
+        """By the server's clock where that is known, as the times of records are."""
+        return self.recorded.time
+
+    @property
     def streams(self) -> Mapping[str, StreamInfo]:
         return self.after.streams
 
@@ -199,15 +187,7 @@ class Facts(_UnsampledFacts, frozen=True, kw_only=True):
             unavailable=[*sample.unavailable, *(each for each in silent if each not in known)],
             consumers=dict(sample.consumers),
             oldest_pending=self.oldest_pending,
-            recorded=Recorded(
-                time=self.now,
-                consumers=dict(self.records),
-                functions=dict(self.functions),
-                failures=dict(self.failures),
-                pauses={},
-                runs={},
-                deploys=dict(self.deploys),
-            ),
+            recorded=self.recorded,
             workers=self.workers,
             denied=Denials(),
         )
@@ -320,14 +300,11 @@ async def _unsampled_facts(
         links = _Later(tasks, lambda: ask("streams", lambda: Mirrors(admin).links(after.streams.values())))
         monitored = _Later(tasks, lambda: _monitored(config, requests, server, scope))
         is_strict = _Later(tasks, lambda: monitoring_port.is_strict(admin))
-    kept, (servers, unreachable, looks) = recorded.result, monitored.result
+    nothing = Recorded(time=datetime.now(UTC), consumers={}, functions={}, failures={}, pauses={}, runs={})
+    servers, unreachable, looks = monitored.result
     return _UnsampledFacts(
-        now=kept.time if kept else datetime.now(UTC),
         dead_letters=dead_letters.result or {},
-        records=kept.consumers if kept else {},
-        functions=kept.functions if kept else {},
-        failures=kept.failures if kept else {},
-        pauses=kept.pauses if kept else {},
+        recorded=recorded.result or nothing,
         run_alone=tuple(run_alone.result or ()),
         due=due.result or {},
         monitored=servers,
@@ -335,8 +312,6 @@ async def _unsampled_facts(
         looks=looks,
         links=tuple(links.result or ()),
         is_strict=is_strict.result,
-        deploys=kept.deploys if kept else {},
-        apps=kept.apps if kept else {},
         oldest_pending=oldest.result or {},
         workers=Unknown(requests.unknown["records"]) if workers.result is None else workers.result,
     )
@@ -390,58 +365,34 @@ class _Requests:
         listing would wait for those again.
         """
         away = before.unavailable if before else frozenset[str]()
-        names: list[str] = []
-        listed: list[StreamInfo] = []
-        may_list = True
-
-        async def list_names() -> None:
-            names.extend(await self._admin.stream_names())
-
-        async def list_streams() -> None:
-            nonlocal may_list
-            try:
-                listed.extend(await self._admin.streams())
-            except DeniedError:
-                may_list = False
-                raise
-
-        await self._all("streams", [list_names, *([] if away else [list_streams])], within=LISTING_SECONDS)
+        listings: dict[str, Callable[[], Awaitable[Any]]] = {"names": self._admin.stream_names}
+        if not away:
+            listings["streams"] = self._admin.streams
+        answers = await self._all("streams", listings, lambda kind: listings[kind]())
+        names, listed = answers["names"] or (), answers.get("streams") or ()
+        may_list = "streams" not in self.denied
         if away:
-            asked = [partial(self._stream, name) for name in names if name not in away]
-            listed = [each for each in await self._all("streams", asked, within=LISTING_SECONDS) if each]
-        found = {stream.name: stream for stream in listed}
-        consumed = [partial(self._consumers, stream.name) for stream in found.values() if stream.consumers]
-        consumers = [
-            each for answer in await self._all("consumers", consumed, within=LISTING_SECONDS) for each in answer or ()
-        ]
-        named = await self._all(
-            "consumers", [partial(self._consumer_names, stream) for stream in found.values()], within=LISTING_SECONDS
-        )
+            by_name = await self._all("streams", [name for name in names if name not in away], self._stream)
+            listed = filter(None, by_name.values())
+        found: dict[str, StreamInfo] = {stream.name: stream for stream in listed}
+        consumed = [name for name, stream in found.items() if stream.consumers]
+        consumers = await self._all("consumers", consumed, self._consumers)
+        named = await self._all("consumers", found, lambda name: self._consumer_names(found[name]))
         within = UNREACHABLE_SECONDS if "streams" in self.unknown else ANSWER_SECONDS
         account = await self.ask("account", self._administration.account, within=within) or AccountInfo()
         return Sample(
             streams=found,
             unavailable=frozenset(names) - found.keys() if may_list else frozenset(),
-            consumers={(consumer.stream, consumer.name): consumer for consumer in consumers},
-            names={stream: names for stream, names in zip(found, named, strict=True) if names is not None},
+            consumers={(each.stream, each.name): each for answer in consumers.values() for each in answer or ()},
+            names={stream: names for stream, names in named.items() if names is not None},
             account=account,
         )
 
     async def _all(
-        self, need: Need, requests: Sequence[Callable[[], Awaitable[T]]], *, within: float = ANSWER_SECONDS
-    ) -> list[T | None]:
-        """Return the answers to all requests, which run side by side, some at a time; None where there is no answer."""
-        answers: list[T | None] = [None] * len(requests)
-        limiter = anyio.CapacityLimiter(AT_ONCE)
-
-        async def put(index: int) -> None:
-            async with limiter:
-                answers[index] = await self.ask(need, requests[index], within=within)
-
-        async with anyio.create_task_group() as tasks:
-            for index in range(len(requests)):
-                tasks.start_soon(put, index)
-        return answers
+        self, need: Need, names: Iterable[str], request: Callable[[str], Awaitable[T]]
+    ) -> dict[str, T | None]:
+        """Return the answers to a request for each name; None where there is no answer."""
+        return await asked_of_each(names, lambda name: self.ask(need, partial(request, name), within=LISTING_SECONDS))
 
     async def _stream(self, name: str) -> StreamInfo | None:
         with suppress(NotFoundError, UnavailableError):  # deleted meanwhile, or lost meanwhile
@@ -460,19 +411,16 @@ class _Requests:
     ) -> tuple[tuple[Monitored, ...], dict[str, str]]:
         found: list[Monitored] = []
         unreachable: dict[str, str] = {}
-        answers: dict[str, Monitored] = {}
 
-        async def inspect(url: str) -> None:
+        async def inspect(url: str) -> Monitored | None:
             try:
-                answers[url] = await anyio.to_thread.run_sync(monitoring_port.inspect, url, abandon_on_cancel=True)
+                return await anyio.to_thread.run_sync(monitoring_port.inspect, url, abandon_on_cancel=True)
             except ServerProcessError as error:
                 unreachable[url] = str(error)
+                return None
 
-        async with anyio.create_task_group() as tasks:
-            for url in urls:
-                tasks.start_soon(inspect, url)
-        for url in urls:
-            if (one := answers.get(url)) is None:
+        for url, one in (await asked_of_each(urls, inspect)).items():
+            if one is None:
                 continue
             is_assumed = named and not of.id  # the server that we are connected to did not say which one it is
             if not (is_assumed or one.is_of(of)):

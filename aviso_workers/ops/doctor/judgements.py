@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -16,6 +17,7 @@ from aviso_workers.aviso.literals import quoted
 from aviso_workers.config.settings import Accepted
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor.facts import Facts, Need
+from aviso_workers.ops.doctor.monitoring_port import Monitored
 
 PAGE = "docs/operations/checks.md"
 COMMANDS = ("aviso-workers ", "nats ")
@@ -54,11 +56,21 @@ class Finding(Struct, frozen=True, kw_only=True):
         return " > ".join(filter(None, (self.place or self.stream, self.consumer)))
 
 
-def about(one: StreamInfo | ConsumerInfo, found: str, *, state: State | None = None, cure: str = "") -> Finding:
-    """Return a finding about a stream or a consumer."""
+Found = Finding | str
+"""What a check finds: a text is a finding about what the check looks at."""
+
+
+def about(
+    one: StreamInfo | ConsumerInfo | Monitored | None, found: Found, *, state: State | None = None, cure: str = ""
+) -> Finding:
+    """Return a finding about a stream, a consumer or a server; one that is whole stays as it is."""
+    if isinstance(found, Finding):
+        return found
+    if isinstance(one, ConsumerInfo):
+        return Finding(stream=one.stream, consumer=one.name, found=found, state=state, cure=cure)
     if isinstance(one, StreamInfo):
         return Finding(stream=one.name, found=found, state=state, cure=cure)
-    return Finding(stream=one.stream, consumer=one.name, found=found, state=state, cure=cure)
+    return Finding(place=one.name if one else "", found=found, state=state, cure=cure)
 
 
 def quoted_in_cure(name: str) -> str:
@@ -66,25 +78,58 @@ def quoted_in_cure(name: str) -> str:
     return quoted(name).replace("{", "{{").replace("}", "}}")
 
 
-Judge = Callable[[Facts], Iterator[Finding]]
-"""The function of a check. Its docstring is Markdown: what docs/operations/checks.md says beside `why` and `cure`."""
+Judge = Callable[..., Iterator[Found]]
+"""The function of a check, of one after the other that it looks at, and of the facts. Its docstring is Markdown: what
+docs/operations/checks.md says beside `why` and `cure`.
+"""
+Rows = Callable[[Facts], Iterable[StreamInfo | ConsumerInfo | Monitored]]
+"""What a check looks at, one after the other."""
 
 
-class Check(Struct, frozen=True, kw_only=True):
+def each_stream(facts: Facts) -> Iterable[StreamInfo]:
+    return facts.streams.values()
+
+
+def each_consumer(facts: Facts) -> Iterable[ConsumerInfo]:
+    return facts.consumers.values()
+
+
+def each_server(facts: Facts) -> Iterable[Monitored]:
+    return facts.monitored
+
+
+class Declaration(Struct, frozen=True):
+    """A check before its words and its function: a decorator makes the check of these, and adds it to `DECLARED`."""
+
     code: str
+    severity: State = State.WARN
+    """The state of a finding that has none of its own."""
+    each: Rows | None = None
+    """What the function is called with, one after the other, before the facts; None: once, with the facts only."""
+    needs: tuple[Need, ...] = ("streams",)
+    production: bool = False
+    """Judged only in production: elsewhere it is meant to be otherwise."""
+
+    def says(self, title: str, *, why: str, cure: str, cure_of_others: str = "") -> Callable[[Judge], Judge]:
+        """Return a decorator that makes a check of a function, with these words."""
+
+        def add(judge: Judge) -> Judge:
+            words: dict[str, Any] = {"title": title, "why": why, "cure": cure, "cure_of_others": cure_of_others}
+            DECLARED.append(Check(**structs.asdict(self), **words, judge=judge))
+            return judge
+
+        return add
+
+
+class Check(Declaration, frozen=True, kw_only=True):
     title: str
     """The statement that is true where the check passes."""
-    severity: State
-    """The state of a finding that has none of its own."""
     why: str
     cure: str
     """The cure, with `{stream}`, `{consumer}`, `{place}`, `{app}` and `{agent}` for those of the finding."""
     cure_of_others: str
     """The cure for a stream that is not an event type's; empty where that is the same."""
     judge: Judge
-    needs: tuple[Need, ...]
-    production: bool = False
-    """Judged only in production: elsewhere it is meant to be otherwise."""
 
     @property
     def anchor(self) -> str:
@@ -103,37 +148,8 @@ class Result(Struct, frozen=True, kw_only=True):
         return max((finding.state or State.PASS for finding in self.findings), default=State.PASS)
 
 
-def check(
-    into: list[Check],
-    code: str,
-    title: str,
-    *,
-    why: str,
-    cure: str,
-    cure_of_others: str = "",
-    severity: State = State.WARN,
-    needs: tuple[Need, ...] = ("streams",),
-    production: bool = False,
-) -> Callable[[Judge], Judge]:
-    """Return a decorator that makes a check of a function and adds it to a list."""
-
-    def add(judge: Judge) -> Judge:
-        into.append(
-            Check(
-                code=code,
-                title=title,
-                severity=severity,
-                why=why,
-                cure=cure,
-                cure_of_others=cure_of_others,
-                judge=judge,
-                needs=needs,
-                production=production,
-            )
-        )
-        return judge
-
-    return add
+DECLARED: list[Check] = []
+"""The checks of all modules that were imported."""
 
 
 def judge(checks: Iterable[Check], facts: Facts) -> list[Result]:
@@ -146,9 +162,16 @@ def _result(check: Check, facts: Facts) -> Result:
     if check.production and not facts.scope.production:
         return Result(check=check, findings=(Finding(found=NOT_IN_PRODUCTION, state=State.SKIP),))
     missing = [Finding(found=facts.unknown[need], state=State.SKIP) for need in check.needs if need in facts.unknown]
-    findings = [_whole(check, finding, facts) for finding in (*check.judge(facts), *missing)]
+    findings = [_whole(check, finding, facts) for finding in (*_found(check, facts), *missing)]
     findings.sort(key=lambda each: (-(each.state or State.PASS), each.where))
     return Result(check=check, findings=tuple(findings))
+
+
+def _found(check: Check, facts: Facts) -> Iterator[Finding]:
+    if check.each is None:
+        yield from (about(None, found) for found in check.judge(facts))
+    else:
+        yield from (about(one, found) for one in check.each(facts) for found in check.judge(one, facts))
 
 
 def _whole(check: Check, finding: Finding, facts: Facts) -> Finding:

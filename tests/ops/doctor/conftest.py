@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio import create_task_group
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers import App, config
 from aviso_workers.backends import Administration
@@ -56,6 +56,13 @@ class Seen(Struct, frozen=True):
     def wrong(self) -> dict[str, State]:
         """The checks that do not pass."""
         return {code: result.state for code, result in self.results.items() if result.state is not State.PASS}
+
+
+def changed(facts: Facts, **changes: Any) -> Facts:
+    """Return the facts with others; some are of what workers have recorded, such as the time of the server."""
+    names = {"now": "time", "records": "consumers", "failures": "failures", "pauses": "pauses"}
+    told = {names[name]: changes.pop(name) for name in names if name in changes}
+    return structs.replace(facts, recorded=structs.replace(facts.recorded, **told), **changes)
 
 
 def judged(found: Facts) -> Seen:

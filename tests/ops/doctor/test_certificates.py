@@ -9,14 +9,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from aviso_workers import config
 from aviso_workers.config import Config
 from aviso_workers.ops.doctor import State, certificates
 from aviso_workers.server import NatsServer
 from tests import programs
-from tests.ops.doctor.conftest import examined, judged, write
+from tests.ops.doctor.conftest import changed, examined, judged, write
 
 Make = Callable[[int], Path]
 
@@ -70,9 +69,9 @@ def test_certificates_that_end_soon_are_a_warning_and_those_that_ended_a_failure
         ours: f"expires on {ends}",
     }
     assert seen.state("JS067") is State.WARN
-    later = judged(structs.replace(seen.facts, now=seen.facts.now + timedelta(days=21)))
+    later = judged(changed(seen.facts, now=seen.facts.now + timedelta(days=21)))
     assert later.state("JS067") is State.FAIL
-    before = judged(structs.replace(seen.facts, now=seen.facts.now - timedelta(days=11)))
+    before = judged(changed(seen.facts, now=seen.facts.now - timedelta(days=11)))
     assert before.state("JS067") is State.PASS
 
 

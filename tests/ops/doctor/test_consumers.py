@@ -28,6 +28,7 @@ from tests.ops.doctor.conftest import (
     add_consumer,
     add_stream,
     between_samples,
+    changed,
     gathered,
     judged,
     publish,
@@ -168,7 +169,7 @@ def test_a_stream_of_far_too_many_consumers(broken: Seen) -> None:
 def test_a_consumer_that_nobody_has_used_for_a_week(broken: Seen) -> None:
     """Real consumers; only the time is moved."""
     assert broken.found("JS035") == {}
-    later = judged(structs.replace(broken.facts, now=broken.facts.now + timedelta(days=8)))
+    later = judged(changed(broken.facts, now=broken.facts.now + timedelta(days=8)))
     found = later.found("JS035")
     assert found["MARS > plain"].startswith("no client reads from the consumer, and no message was delivered since")
     assert not {"MARS > pinned", "MARS > pushing"} & found.keys()  # in use

@@ -37,6 +37,7 @@ from tests.ops.doctor.conftest import (
     add_consumer,
     add_stream,
     between_samples,
+    changed,
     examined,
     gathered,
     judged,
@@ -212,7 +213,7 @@ def test_an_agent_that_feeds_itself_needs_no_more_workers(working: Seen) -> None
     fed = structs.replace(alone, name="field__index", config=config, num_waiting=1)
     fed = structs.replace(fed, num_pending=140)
     before = {(SHARED, "field__index"): structs.replace(fed, num_pending=1)}
-    facts = structs.replace(
+    facts = changed(
         working.facts,
         before=structs.replace(working.facts.before, consumers=before),
         after=structs.replace(working.facts.after, consumers={(SHARED, "field__index"): fed}),
@@ -239,7 +240,7 @@ def test_a_consumer_for_which_there_is_no_room(working: Seen) -> None:
     full = structs.replace(stream, config=StreamConfig({**stream.config, "max_consumers": stream.consumers}))
     after = structs.replace(working.facts.after, streams={SHARED: full})
     records = {(SHARED, "field__index"): recorded(working, minutes=2)}
-    seen = judged(structs.replace(working.facts, after=after, records=records))
+    seen = judged(changed(working.facts, after=after, records=records))
 
     count = stream.consumers
     assert seen.found("JS034") == {SHARED: f"{count} of {count} consumers: the server refuses the next one"}
@@ -256,7 +257,7 @@ def test_what_a_work_queue_hides(working: Seen) -> None:
 def test_who_gets_nothing_done(working: Seen) -> None:
     """Real consumers; only the time is moved."""
     assert working.found("JS058") == {}
-    later = judged(structs.replace(working.facts, now=working.facts.now + timedelta(minutes=6)))
+    later = judged(changed(working.facts, now=working.facts.now + timedelta(minutes=6)))
     found = later.found("JS058")
     assert found[f"{SHARED} > busy"] == ("5 delivered and not finished; the oldest one, after sequence 0, for 6 min")
     assert later.findings("JS058")[f"{SHARED} > busy"].cure.startswith("Find out why the client")
@@ -286,19 +287,19 @@ def test_who_got_something_done_meanwhile_is_not_stuck(working: Seen) -> None:
     busy = consumers[SHARED, "busy"]
     risen = structs.replace(busy, ack_floor=9)
     after = structs.replace(working.facts.after, consumers={(SHARED, "busy"): risen})
-    later = structs.replace(working.facts, after=after, now=working.facts.now + timedelta(minutes=6))
+    later = changed(working.facts, after=after, now=working.facts.now + timedelta(minutes=6))
     assert judged(later).found("JS058") == {}
 
 
 def test_an_agent_whose_consumer_is_gone(working: Seen) -> None:
     """By hand: workers recorded it, and it is not there."""
     record = recorded(working, minutes=2)
-    gone = judged(structs.replace(working.facts, records={(SHARED, "field__index"): record}))
+    gone = judged(changed(working.facts, records={(SHARED, "field__index"): record}))
     finding = gone.findings("JS058")[f"{SHARED} > field__index"]
     assert finding.found.startswith("consumer gone: a worker makes it again, after sequence 0")
     assert (finding.state, "aviso-workers agents rm field/index" in finding.cure) == (State.FAIL, True)
     lately = recorded(working, minutes=0)
-    assert judged(structs.replace(working.facts, records={(SHARED, "field__index"): lately})).found("JS058") == {}
+    assert judged(changed(working.facts, records={(SHARED, "field__index"): lately})).found("JS058") == {}
 
 
 def test_a_consumer_that_does_not_answer_is_not_gone(working: Seen) -> None:
@@ -306,7 +307,7 @@ def test_a_consumer_that_does_not_answer_is_not_gone(working: Seen) -> None:
     names = {**working.facts.after.names, SHARED: working.facts.after.names[SHARED] | {"field__index"}}
     after = structs.replace(working.facts.after, names=names)
     records = {(SHARED, "field__index"): recorded(working, minutes=2)}
-    found = judged(structs.replace(working.facts, after=after, records=records)).findings("JS058")
+    found = judged(changed(working.facts, after=after, records=records)).findings("JS058")
     finding = found[f"{SHARED} > field__index"]
     assert (finding.state, finding.found.partition(":")[0]) == (State.WARN, "unknown")
     assert f"no server answers for its consumer on {SHARED}" in finding.found
@@ -317,7 +318,7 @@ def test_an_agent_that_goes_on_is_a_warning_and_one_that_does_not_a_failure(work
     now, key = working.facts.now, (SHARED, "field__index")
     index = structs.replace(working.facts.consumers[SHARED, "busy"], name=key[1], num_waiting=1)
     failed = retrying(now, 1, attempt=6, attempts=None, blocked=True, error="KeyError: 'x'", key="od", behind=4)
-    facts = structs.replace(
+    facts = changed(
         working.facts,
         before=structs.replace(working.facts.before, consumers={key: index}),
         after=structs.replace(working.facts.after, consumers={key: index}),
@@ -328,7 +329,7 @@ def test_an_agent_that_goes_on_is_a_warning_and_one_that_does_not_a_failure(work
     finding = judged(facts).findings("JS058")[f"{SHARED} > field__index"]
     assert finding.found.startswith(f"blocked: at {SHARED}@1 (key od), 4 wait behind it: KeyError: 'x'")
     assert (finding.state, "agents retry field/index" in finding.cure) == (State.WARN, True)
-    hangs = judged(structs.replace(facts, failures={})).findings("JS058")[f"{SHARED} > field__index"]
+    hangs = judged(changed(facts, failures={})).findings("JS058")[f"{SHARED} > field__index"]
     assert (hangs.state, hangs.found.partition(":")[0]) == (State.FAIL, "stuck")
 
 
@@ -393,7 +394,7 @@ def test_a_worker_that_cannot_make_its_consumer_is_named(tmp_path: Path, retenti
                 await anyio.sleep(2 * LOOK_SECONDS)  # and says so within this time
                 found = await gathered(operator, agents=tuple(app.agents), app="field")
                 stop.set()
-        return judged(structs.replace(found, now=found.now + timedelta(minutes=2)))
+        return judged(changed(found, now=found.now + timedelta(minutes=2)))
 
     with served(tmp_path / "server", MONITORED + USERS) as (server, _):
         operator = write(tmp_path / "operator.yaml", server.url, user="operator", password="x")
@@ -418,7 +419,7 @@ def test_notifications_that_are_due_and_that_no_stream_takes(working: Seen) -> N
     }
     shared = working.facts.streams[SHARED]
     full = structs.replace(shared, config=StreamConfig({**shared.config, "discard": "new", "max_msgs": 40}))
-    facts = structs.replace(
+    facts = changed(
         working.facts,
         after=structs.replace(working.facts.after, streams={SHARED: full, "QUIET": shared}, consumers=trying),
         due={SHARED: 20, "QUIET": 7, "NONE": 3},
@@ -464,13 +465,13 @@ def test_a_notification_that_has_ended_its_worker_waits_for_its_next_attempt(wor
     failure = last_failure(now, retrying=(died, failed))
     busy = structs.replace(working.facts.consumers[SHARED, "busy"], name=key[1])
     after = structs.replace(working.facts.after, consumers={key: busy})
-    waiting = structs.replace(working.facts, after=after, failures={("field", "agents", "index"): failure})
+    waiting = changed(working.facts, after=after, failures={("field", "agents", "index"): failure})
     assert judged(waiting).found("JS066") == {
         f"{SHARED} > field__index": "a worker ended while it handled sequence 7; "
         "workers now run each such notification alone (1 in all)"
     }
     over = structs.replace(failure, until=now)
-    assert judged(structs.replace(waiting, failures={("field", "agents", "index"): over})).found("JS066") == {}
+    assert judged(changed(waiting, failures={("field", "agents", "index"): over})).found("JS066") == {}
 
 
 def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Seen) -> None:
@@ -487,10 +488,10 @@ def test_an_agents_slow_acknowledgements_are_its_heartbeats_business(working: Se
 def test_a_timer_that_is_paused_for_long_is_named(working: Seen) -> None:
     now = working.facts.now
     pause = Pause(since=now - timedelta(days=2), until=now + timedelta(hours=1), by="me@here", note="for a test")
-    facts = structs.replace(working.facts, pauses={("field", "tidy"): pause})
+    facts = changed(working.facts, pauses={("field", "tidy"): pause})
     found = f"paused until {time_text(pause.until)}, since {time_text(pause.since)} by me@here: for a test"
     assert judged(facts).found("JS036")["field > timer tidy"] == found
-    short = structs.replace(facts, pauses={("field", "tidy"): structs.replace(pause, since=now)})
+    short = changed(facts, pauses={("field", "tidy"): structs.replace(pause, since=now)})
     assert "field > timer tidy" not in judged(short).found("JS036")
 
 
@@ -500,6 +501,6 @@ def test_a_function_of_a_window_that_fails_is_named(working: Seen) -> None:
     failure = last_failure(now)
     of_window = structs.replace(failure, of_window=True)
     failures = {("field", "agents", "sums"): of_window, ("field", "agents", "index"): failure}
-    assert judged(structs.replace(working.facts, failures=failures)).found("JS077") == {
+    assert judged(changed(working.facts, failures=failures)).found("JS077") == {
         "field > window of agent sums": f"since {time_text(now)}, 3 times: OSError"
     }

@@ -33,6 +33,7 @@ from tests.ops.doctor.conftest import (
     add_consumer,
     add_stream,
     between_samples,
+    changed,
     examined,
     gathered,
     judged,
@@ -325,7 +326,7 @@ def test_a_slow_client_and_too_many_of_them(tmp_path: Path) -> None:
     assert before.state("JS056") is State.PASS
     slow, crowded = (finding.found for finding in seen.results["JS056"].findings)
     assert slow == "1 slow clients were cut off within a day, the last one without a name at 127.0.0.1"
-    tomorrow = judged(structs.replace(seen.facts, now=seen.facts.now + timedelta(days=1)))
+    tomorrow = judged(changed(seen.facts, now=seen.facts.now + timedelta(days=1)))
     assert [finding.found for finding in tomorrow.results["JS056"].findings] == [crowded], "one incident is over"
     assert crowded in (
         "5 of 6 connections are used",

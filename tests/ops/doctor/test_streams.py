@@ -23,6 +23,7 @@ from tests.ops.doctor.conftest import (
     Seen,
     add_consumer,
     add_stream,
+    changed,
     examined,
     judged,
     publish,
@@ -207,13 +208,13 @@ def test_a_stream_that_an_agent_has_read_is_missing(broken: Seen) -> None:
     record = ConsumerRecord(
         stream_created=broken.facts.now, ack_floor=17, filter_subjects=("taken.>",), time=broken.facts.now
     )
-    seen = judged(structs.replace(broken.facts, records={("TAKEN", "field__index"): record}))
+    seen = judged(changed(broken.facts, records={("TAKEN", "field__index"): record}))
     assert seen.state("JS042") is State.FAIL
     assert seen.found("JS042") == {
         "TAKEN": "the stream of event type taken does not exist, and field__index has read it up to sequence 17"
     }
     removed = structs.replace(record, removed=True)
-    assert judged(structs.replace(broken.facts, records={("TAKEN", "field__index"): removed})).found("JS042") == {}
+    assert judged(changed(broken.facts, records={("TAKEN", "field__index"): removed})).found("JS042") == {}
     unknown = judged(structs.replace(broken.facts, unknown={"records": "denied"}))
     assert unknown.state("JS042") is State.SKIP
 

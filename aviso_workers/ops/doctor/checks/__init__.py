@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from aviso_workers.ops.doctor.checks import clients, cluster, consumers, progress, servers, streams
-from aviso_workers.ops.doctor.judgements import Check
+from aviso_workers.ops.doctor.checks import clients, cluster, consumers, progress, servers, streams  # noqa: F401
+from aviso_workers.ops.doctor.judgements import DECLARED, Check
 
 __all__ = ["CHECKS"]
 
-CHECKS: tuple[Check, ...] = tuple(
-    sorted(
-        (*streams.CHECKS, *consumers.CHECKS, *progress.CHECKS, *cluster.CHECKS, *servers.CHECKS, *clients.CHECKS),
-        key=lambda check: check.code,
-    )
-)
+CHECKS: tuple[Check, ...] = tuple(sorted(DECLARED, key=lambda check: check.code))

@@ -9,7 +9,6 @@ import re
 import ssl
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,15 +21,12 @@ from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import readable
-from aviso_workers.jetstream.info import StreamInfo
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops.doctor import certificates
 from aviso_workers.ops.doctor.checks.streams import APPLY, JETSTREAM
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
+from aviso_workers.ops.doctor.judgements import Declaration, Finding, Found, State, each_consumer
 from aviso_workers.ops.doctor.monitoring_port import LOOPBACK
-
-CHECKS: list[Check] = []
-declare = partial(check, CHECKS)
 
 ELECTION_SECONDS = 10
 ENOUGH_TO_PUBLISH_SECONDS = 15
@@ -45,13 +41,11 @@ CERTIFICATE_BEGIN, CERTIFICATE_END = "-----BEGIN CERTIFICATE-----", "-----END CE
 JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
 
 
-@declare(
-    "JS009",
+@Declaration("JS009", needs=("agents", "streams")).says(
     "Duplicate windows are longer than publishes are retried",
     why="The server stores a message twice if its publish is repeated after duplicate_window.",
     cure="Set a streams.{stream}.duplicate_window in the configuration that is as long as the retries, "
     f"{APPLY}. Each message id costs memory for that time. {SHORTER}",
-    needs=("agents", "streams"),
 )
 def short_windows(facts: Facts) -> Iterator[Finding]:
     """The window is 2 minutes unless configured.
@@ -81,15 +75,12 @@ def short_windows(facts: Facts) -> Iterator[Finding]:
         yield from (Finding(stream=stream.name, found=f"duplicate_window {shown}, {why}", cure=cure) for why in longer)
 
 
-@declare(
-    "JS046",
+@Declaration("JS046", State.FAIL, needs=("backups", "streams")).says(
     "Every configured stream has a backup of the last 24 hours",
     why="A replica or a mirror is not a backup: a message that is deleted or damaged in the stream is missing there "
     "too.",
     cure="Run `aviso-workers backup create {stream} --to DIRECTORY` on a timer of the site. From time to time, check "
     "that the backup can be restored: `aviso-workers backup drill DIRECTORY/{stream}/TIME`.",
-    severity=State.FAIL,
-    needs=("backups", "streams"),
 )
 def no_backup(facts: Facts) -> Iterator[Finding]:
     """Each stream of an event type or of the section `streams` needs a backup below `--backups`, made by `aviso-workers
@@ -119,8 +110,7 @@ def no_backup(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@declare(
-    "JS047",
+@Declaration("JS047", needs=(), production=True).says(
     "Connections are encrypted and authenticated",
     why="Without TLS, passwords and notifications can be read on the network. Without a user, everybody who reaches "
     "the port may do everything.",
@@ -128,8 +118,6 @@ def no_backup(facts: Facts) -> Iterator[Finding]:
     + JETSTREAM
     + " has the certificates), and a user: user and password, nkey_seed_file or credentials_file. On the server, set "
     "server.tls and server.accounts.",
-    needs=(),
-    production=True,
 )
 def open_connection(facts: Facts) -> Iterator[Finding]:
     """The check finds a URL to another machine without TLS, a URL without a user, token, NKey, credentials or
@@ -160,14 +148,12 @@ def has_user(settings: JetStream, url: str) -> bool:
     return bool(named or urlsplit(with_scheme(url)).username)
 
 
-@declare(
-    "JS048",
+@Declaration("JS048", needs=()).says(
     "Workers wait longer than an election takes",
     why="A cluster that lost a leader needs 5 to 7 seconds to elect the next. A client that gives up before that "
     "fails, although the cluster recovers.",
     cure=f"Set {JETSTREAM}.max_reconnect_attempts: 0 (no limit), enable_auto_reconnect: true and "
     "publish_deadline_seconds: 30.",
-    needs=(),
 )
 def impatient(facts: Facts) -> Iterator[Finding]:
     """The check warns when reconnecting is off or ends within 10 seconds, or when publishing gives up within 15
@@ -185,41 +171,34 @@ def impatient(facts: Facts) -> Iterator[Finding]:
         yield Finding(place=f"{JETSTREAM}.publish_deadline_seconds", found=found)
 
 
-@declare(
-    "JS057",
+@Declaration("JS057", needs=("dead_letters",)).says(
     "No agent has dead letters",
     why="Each dead letter is a notification that an agent could not handle.",
     cure="`aviso-workers dead-letters ls --app {app} --agent {agent}` shows the errors. Fix the cause, then run "
     "`aviso-workers dead-letters retry --app {app} --agent {agent} --yes`, or `aviso-workers dead-letters "
     "drop --app {app} --agent {agent} --yes`.",
-    needs=("dead_letters",),
 )
 def dead_letters(facts: Facts) -> Iterator[Finding]:
     for (app, agent), count in facts.dead_letters.items():
         yield Finding(place=f"{app}, agent {agent}", found=f"{count} dead letters", consumer=f"{app}__{agent}")
 
 
-@declare(
-    "JS059",
+@Declaration("JS059", each=each_consumer, needs=()).says(
     "Consumers of agents have no max_deliver",
     why="A server gives up a message that was delivered so often, and no agent handles it.",
     cure="Start a worker of the agent (`aviso-workers worker MODULE:APP`), or wait for half a minute while one runs: "
     "it creates the consumer again, which begins after the last position that was recorded without a max_deliver.",
-    needs=(),
 )
-def limited_agents(facts: Facts) -> Iterator[Finding]:
+def limited_agents(consumer: ConsumerInfo, _: Facts) -> Iterator[Found]:
     """The agent decides how often a notification is tried, and makes a dead letter of what it gives up."""
-    for consumer in facts.consumers.values():
-        if metadata.is_of_agent(consumer.config) and consumer.config.max_deliver > 0:
-            yield about(consumer, f"max_deliver {consumer.config.max_deliver}")
+    if metadata.is_of_agent(consumer.config) and consumer.config.max_deliver > 0:
+        yield f"max_deliver {consumer.config.max_deliver}"
 
 
-@declare(
-    "JS060",
+@Declaration("JS060", needs=()).says(
     "Credentials are valid for at least 30 days",
     why="With expired credentials, no worker can connect again.",
     cure="Get new credentials from the operator of the account (`nsc generate creds`), and replace the file.",
-    needs=(),
 )
 def expiring(facts: Facts) -> Iterator[Finding]:
     """The result is WARN when the user JWT in `credentials_file` expires within 30 days, FAIL when it has expired."""
@@ -237,13 +216,11 @@ def expiring(facts: Facts) -> Iterator[Finding]:
         yield Finding(place=place, found=f"{file} expires on {expires.date()}", state=state)
 
 
-@declare(
-    "JS067",
+@Declaration("JS067", needs=()).says(
     "Certificates are valid for at least 30 days",
     why="With an expired certificate of the server or of the client, no client can connect again.",
     cure="Get a new certificate and replace the old one ({place}). Then reload the server (`kill -HUP` its process), "
     "or restart the workers if it is their certificate.",
-    needs=(),
 )
 def expiring_certificates(facts: Facts) -> Iterator[Finding]:
     """The result is WARN when a certificate expires within 30 days, and FAIL when it has expired. The check reads two

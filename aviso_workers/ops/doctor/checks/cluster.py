@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 from aviso_workers.config.streams import event_streams
 from aviso_workers.jetstream.error_codes import NO_MESSAGE, STREAM_NOT_FOUND
@@ -13,13 +12,10 @@ from aviso_workers.jetstream.specs import OURS
 from aviso_workers.ops.doctor import divergence, replicas
 from aviso_workers.ops.doctor.checks.servers import RESTART, RESTART_ALL
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check
+from aviso_workers.ops.doctor.judgements import Declaration, Finding, State, about
 from aviso_workers.ops.doctor.monitoring_port import OFF
 from aviso_workers.state import delayed_messages, own_streams
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
-
-CHECKS: list[Check] = []
-declare = partial(check, CHECKS)
 
 LEADERS_TO_COUNT, MAX_LEADERS = 12, 3 / 4
 """With fewer, so many are a matter of chance."""
@@ -40,8 +36,7 @@ STATE_DIVERGED = (
 )
 
 
-@declare(
-    "JS017",
+@Declaration("JS017", State.FAIL, needs=("consumers", "streams")).says(
     "Every stream and consumer has a leader, and replicas that are current",
     why="A stream or consumer without a leader neither stores nor delivers. A replica that is offline or behind does "
     "not help when the next server is lost.",
@@ -51,8 +46,6 @@ STATE_DIVERGED = (
     "`aviso-workers streams remove-peer {stream} SERVER` moves it, if the cluster has one more server. If it has none, "
     "check that all replicas on the other servers are current, stop the server with the bad replica, empty its store "
     "directory, and start it.",
-    severity=State.FAIL,
-    needs=("consumers", "streams"),
 )
 def useless_replicas(facts: Facts) -> Iterator[Finding]:
     """A replica counts as behind if it is not current, 1000 entries behind, or without contact for 10 seconds. After a
@@ -82,16 +75,13 @@ def useless_replicas(facts: Facts) -> Iterator[Finding]:
             yield Finding(stream=advisory.stream, consumer=advisory.consumer, found=f"received {advisory.kind}")
 
 
-@declare(
-    "JS072",
+@Declaration("JS072", State.FAIL, needs=("monitoring",)).says(
     "Replicas of a stream have the messages of their leader",
     why="A replica that lost messages, or that a server with a wrong clock expired too early, stays different, and "
     "JetStream does not report that. Readers and consumers that it serves miss these messages.",
     cure="Decide which replica is right: the one with more messages, unless these were deleted or erased. Check the "
     "clocks of the servers first (JS073). If another replica than the leader's is right, run `aviso-workers streams "
     "step-down {stream} --prefer SERVER`. " + COPY_ANEW,
-    severity=State.FAIL,
-    needs=("monitoring",),
 )
 def diverged_replicas(facts: Facts) -> Iterator[Finding]:
     """Replicas differ after damage on a disk, and when a server runs with a wrong clock: it deletes messages that are
@@ -117,13 +107,11 @@ def diverged_replicas(facts: Facts) -> Iterator[Finding]:
         yield Finding(stream=stream, found=found, cure=STATE_DIVERGED if is_of_state else "")
 
 
-@declare(
-    "JS018",
+@Declaration("JS018", needs=("consumers", "streams")).says(
     "No server leads most of the streams and consumers",
     why="The leader of a stream or consumer does its work. One server works for all others, and if it is lost, all "
     "its streams and consumers wait for an election.",
     cure="Run `aviso-workers streams step-down STREAM` for some streams of that server.",
-    needs=("consumers", "streams"),
 )
 def skewed_leaders(facts: Facts) -> Iterator[Finding]:
     """After an upgrade, many leaders are on the server that was restarted first. The check warns when there are twelve
@@ -139,13 +127,11 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
             yield Finding(place=server, found=f"leads {count} of {len(replicated)} streams and consumers")
 
 
-@declare(
-    "JS039",
+@Declaration("JS039", needs=("account",)).says(
     "The account is not near its limits",
     why="At its limits, the server refuses new streams and messages of the account.",
     cure="Raise the limit (`server.accounts` of the configuration, then run `aviso-workers server render` and reload "
     "the server), or remove unused streams. `aviso-workers report account` shows the limits and the use.",
-    needs=("account",),
 )
 def account_use(facts: Facts) -> Iterator[Finding]:
     """The result is WARN from 80 % and FAIL from 95 % of a limit of storage, memory or streams, reservations included.
@@ -184,14 +170,11 @@ def _is_none_found(request: str, code: int) -> bool:
     return code == NO_MESSAGE or (code == STREAM_NOT_FOUND and f".INFO.{DEAD_LETTERS}__" in request)
 
 
-@declare(
-    "JS040",
+@Declaration("JS040", needs=("account", "monitoring"), production=True).says(
     "Accounts that share a server have limits",
     why="An account without limits can use up the disk and the memory of all accounts.",
     cure="Set max_storage and max_streams in server.accounts.NAME.jetstream, then run `aviso-workers server render` "
     "and reload the server.",
-    needs=("account", "monitoring"),
-    production=True,
 )
 def unlimited_account(facts: Facts) -> Iterator[Finding]:
     """Do not set `max_bytes_required` (JS061)."""
@@ -202,15 +185,12 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
         yield Finding(place="account", found=f"one of {sharing} accounts on this server, without {', '.join(missing)}")
 
 
-@declare(
-    "JS061",
+@Declaration("JS061", State.FAIL, needs=("account", "streams")).says(
     "Workers can create the streams that they need",
     why="An account with max_bytes_required refuses streams without max_bytes, as those of retries and "
     "delayed notifications are. Without these streams, dead letters cannot be retried, notifications cannot be "
     "delayed, and notifications that exceed max_deliver are not recorded.",
     cure="Remove max_bytes_required from server.accounts.NAME.jetstream, or create {stream} by hand with a max_bytes.",
-    severity=State.FAIL,
-    needs=("account", "streams"),
 )
 def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     """The stream of dead letters has a limit of bytes only if `workers.dead_letters.max_bytes` is set."""
@@ -224,14 +204,12 @@ def own_streams_refused(facts: Facts) -> Iterator[Finding]:
             yield Finding(stream=name, found="the account has max_bytes_required and refuses this stream")
 
 
-@declare(
-    "JS041",
+@Declaration("JS041", needs=("account", "consumers", "monitoring", "streams")).says(
     "All servers have the same version, 2.14 or newer",
     why="A server before 2.14 has neither fast batches nor `agents reset`. A stream or consumer that "
     "uses a feature that its server does not know is offline.",
     cure="Upgrade one server at a time to 2.14 or newer, the oldest first: `nats-server --signal ldm`, replace the "
     "program, start it.",
-    needs=("account", "consumers", "monitoring", "streams"),
 )
 def versions(facts: Facts) -> Iterator[Finding]:
     """Versions may differ only during an upgrade. The result is FAIL when a stream or consumer uses a feature that its

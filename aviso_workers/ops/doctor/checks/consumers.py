@@ -14,15 +14,23 @@ from aviso_workers.aviso.literals import SECOND
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.batches import Batch
 from aviso_workers.jetstream import metadata
-from aviso_workers.jetstream.info import ConsumerInfo
+from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops import agent_inventory, agent_report
 from aviso_workers.ops.doctor.checks import streams
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check, quoted_in_cure
+from aviso_workers.ops.doctor.judgements import (
+    Declaration,
+    Finding,
+    Found,
+    State,
+    about,
+    each_consumer,
+    each_stream,
+    quoted_in_cure,
+)
 from aviso_workers.ops.timer_report import paused_text
 
-CHECKS: list[Check] = []
-declare = partial(check, CHECKS, needs=("consumers", "streams"))
+declare = partial(Declaration, needs=("consumers", "streams"))
 
 MANY_FILTERS = 10
 MANY_CONSUMERS, TOO_MANY_CONSUMERS = 800, 100_000
@@ -40,102 +48,94 @@ EXCEEDED = "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES"
 """How the subjects of advisories begin of messages that exceed max_deliver."""
 
 
-@declare(
-    "JS024",
+def _foreign(facts: Facts) -> Iterator[ConsumerInfo]:
+    """Yield the durable consumers with acknowledgements that other programs than our workers made."""
+    for consumer in facts.consumers.values():
+        if consumer.durable and consumer.config.ack_policy != "none" and not metadata.is_of_agent(consumer.config):
+            yield consumer
+
+
+@declare("JS024", each=_foreign).says(
     "Consumers of other programs have a backoff",
     why="Without a backoff, the server delivers every message that was not acknowledged again after ack_wait, and all "
     "of them at the same time.",
     cure=DECLARE + "backoff" + APPLY + ". Or let the client nak with a delay.",
 )
-def no_backoff(facts: Facts) -> Iterator[Finding]:
+def no_backoff(consumer: ConsumerInfo, _: Facts) -> Iterator[Found]:
     """Consumers of agents are not checked here and in JS025, because their workers delay retries, with jitter."""
-    for consumer in _foreign(facts):
-        if not consumer.config.backoff:
-            ack_wait = consumer.config.ack_wait / SECOND
-            yield about(consumer, f"no backoff: unacknowledged messages are delivered again after {ack_wait:g} s")
+    if not consumer.config.backoff:
+        ack_wait = consumer.config.ack_wait / SECOND
+        yield f"no backoff: unacknowledged messages are delivered again after {ack_wait:g} s"
 
 
-@declare(
-    "JS025",
+@declare("JS025", each=_foreign).says(
     "Consumers of other programs limit the deliveries of a message",
     why="Without max_deliver, a message that can never be handled is delivered for ever.",
     cure=DECLARE + "max_deliver" + APPLY + ". Also store the advisories of messages that exceed it (JS026).",
 )
-def unlimited_deliveries(facts: Facts) -> Iterator[Finding]:
-    for consumer in _foreign(facts):
-        if consumer.config.max_deliver <= 0:
-            yield about(consumer, "max_deliver is unlimited")
+def unlimited_deliveries(consumer: ConsumerInfo, _: Facts) -> Iterator[Found]:
+    if consumer.config.max_deliver <= 0:
+        yield "max_deliver is unlimited"
 
 
-@declare(
-    "JS026",
+@declare("JS026", each=_foreign).says(
     "A stream stores the advisories of messages that exceed max_deliver",
     why="The server announces such a message once, to the subscribers of that moment.",
     cure="Declare streams.NAME with the subjects `" + EXCEEDED + ".{stream}.{consumer}`" + APPLY + ".",
 )
-def exceeded_and_not_kept(facts: Facts) -> Iterator[Finding]:
+def exceeded_and_not_kept(consumer: ConsumerInfo, facts: Facts) -> Iterator[Found]:
     """Consumers of agents are not checked here: they have no max_deliver (JS059)."""
-    kept = [subject for stream in facts.streams.values() for subject in stream.config.subjects]
-    for consumer in _foreign(facts):
-        advisories = f"{EXCEEDED}.{consumer.stream}.{consumer.name}"
-        if consumer.config.max_deliver > 0 and not any(streams.overlap(subject, advisories) for subject in kept):
-            found = f"max_deliver {consumer.config.max_deliver}, and no stream stores advisories of messages beyond it"
-            yield about(consumer, found)
+    advisories, most = f"{EXCEEDED}.{consumer.stream}.{consumer.name}", consumer.config.max_deliver
+    kept = (subject for stream in facts.streams.values() for subject in stream.config.subjects)
+    if most > 0 and not any(streams.overlap(subject, advisories) for subject in kept):
+        yield f"max_deliver {most}, and no stream stores advisories of messages beyond it"
 
 
-@declare(
-    "JS027",
+@declare("JS027", each=each_consumer).says(
     "Every step of a backoff is used",
     why="The last steps of the backoff are never reached, because a message exceeds max_deliver before them.",
     cure=DECLARE + "max_deliver above the number of steps" + APPLY + ".",
 )
-def backoff_cut_short(facts: Facts) -> Iterator[Finding]:
+def backoff_cut_short(consumer: ConsumerInfo, _: Facts) -> Iterator[Found]:
     """For example, a message that should be retried after an hour exceeds its deliveries after a minute. A server
     refuses more steps than deliveries, but accepts equal numbers.
     """
-    for consumer in facts.consumers.values():
-        steps, most = len(consumer.config.backoff), consumer.config.max_deliver
-        if 0 < most <= steps:
-            yield about(consumer, f"{steps} steps of backoff, and max_deliver {most}")
+    steps, most = len(consumer.config.backoff), consumer.config.max_deliver
+    if 0 < most <= steps:
+        yield f"{steps} steps of backoff, and max_deliver {most}"
 
 
-@declare(
-    "JS028",
+@declare("JS028", each=each_consumer).says(
     "Push consumers have flow control and heartbeats",
     why="Without flow control, the server floods a slow subscriber. Without heartbeats, a subscriber cannot tell a "
     "quiet stream from a broken one.",
     cure="Run `aviso-workers consumers rm {stream} {consumer}`, and declare streams.{stream}.consumers.{consumer} with "
     "deliver_subject, flow_control and idle_heartbeat" + APPLY + ". Or use a pull consumer.",
 )
-def push_without_flow_control(facts: Facts) -> Iterator[Finding]:
+def push_without_flow_control(consumer: ConsumerInfo, _: Facts) -> Iterator[Found]:
     """The client has to watch for missing heartbeats."""
-    for consumer in facts.consumers.values():
-        config = consumer.config
-        missing = [key for key in ("flow_control", "idle_heartbeat") if not getattr(config, key)]
-        if not consumer.pulled and missing:
-            yield about(consumer, f"pushes without {' and '.join(missing)}")
+    config = consumer.config
+    missing = [key for key in ("flow_control", "idle_heartbeat") if not getattr(config, key)]
+    if not consumer.pulled and missing:
+        yield f"pushes without {' and '.join(missing)}"
 
 
-@declare(
-    "JS029",
+@declare("JS029", each=each_consumer).says(
     "Durable push consumers have a subscriber",
     why="No client receives the messages that this consumer pushes.",
     cure=f"Start the subscriber. {UNNEEDED}",
 )
-def push_without_subscriber(facts: Facts) -> Iterator[Finding]:
-    for consumer in facts.consumers.values():
-        if not consumer.pulled and consumer.durable and not consumer.push_bound:
-            yield about(consumer, f"no client subscribes to {consumer.config.deliver_subject}")
+def push_without_subscriber(consumer: ConsumerInfo, _: Facts) -> Iterator[Found]:
+    if not consumer.pulled and consumer.durable and not consumer.push_bound:
+        yield f"no client subscribes to {consumer.config.deliver_subject}"
 
 
-@declare(
-    "JS032",
+@declare("JS032", needs=("agents", "consumers", "streams")).says(
     "max_ack_pending is not below the concurrency of an agent",
     why="The server delivers no more than max_ack_pending unacknowledged messages to all workers together, so "
     "handlers of the agent stay idle.",
     cure="Restart a worker of {app} (`aviso-workers worker MODULE:APP`), which updates the consumer to match the "
     "code. If the account has a lower max_ack_pending, raise that limit.",
-    needs=("agents", "consumers", "streams"),
 )
 def held_back(facts: Facts) -> Iterator[Finding]:
     for agent in facts.scope.agents or ():
@@ -147,15 +147,13 @@ def held_back(facts: Facts) -> Iterator[Finding]:
                 yield about(consumer, f"max_ack_pending {most}, and one worker handles {wanted} at a time")
 
 
-@declare(
-    "JS064",
+@declare("JS064", needs=("agents", "consumers", "streams")).says(
     "The consumer of an agent has the settings of the agent's code",
     why="Workers of another version share the consumer, or an operator changed it. With a shorter ack_wait, "
     "notifications are handled twice at the same time. With a narrower filter, the agent does not receive some "
     "notifications.",
     cure="During a deploy, wait until no worker of another version has run for five minutes. Otherwise restart a "
     "worker of {app} (`aviso-workers worker MODULE:APP`), which updates the consumer to match the code.",
-    needs=("agents", "consumers", "streams"),
 )
 def not_as_the_code_says(facts: Facts) -> Iterator[Finding]:
     """The check compares `ack_wait` and the filters. Workers of several versions share one consumer. While their
@@ -171,63 +169,55 @@ def not_as_the_code_says(facts: Facts) -> Iterator[Finding]:
             yield about(consumer, found)
 
 
-@declare(
-    "JS033",
+@declare("JS033", each=each_consumer).says(
     "No consumer has more than 10 filters",
     why="The server searches each block of the stream once for each filter.",
     cure="Use several consumers: agents with a narrower `where` each.",
 )
-def many_filters(facts: Facts) -> Iterator[Finding]:
-    for consumer in facts.consumers.values():
-        if (count := len(consumer.config.filters)) > MANY_FILTERS:
-            yield about(consumer, f"{count} filters")
+def many_filters(consumer: ConsumerInfo, _: Facts) -> Iterator[Found]:
+    if (count := len(consumer.config.filters)) > MANY_FILTERS:
+        yield f"{count} filters"
 
 
-@declare(
-    "JS034",
+@declare("JS034", each=each_stream, needs=("account", "streams")).says(
     "No stream has too many consumers",
     why="The server keeps state for each consumer, and listing all of them becomes slow. Unless max_consumers of the "
     "stream says otherwise, nats-server 2.15 refuses the 1001st.",
     cure="`aviso-workers consumers ls {stream}` lists the consumers, and `aviso-workers consumers rm {stream} "
     "CONSUMER` removes one. Or raise max_consumers of the stream or of the account. Give ephemeral consumers an "
     "inactive threshold, which ends them with their clients.",
-    needs=("account", "streams"),
 )
-def many_consumers(facts: Facts) -> Iterator[Finding]:
+def many_consumers(stream: StreamInfo, facts: Facts) -> Iterator[Found]:
     """The result is WARN from 800 consumers of one stream, and where a stream has as many as its `max_consumers` or
     that of the account allows, which the server keeps for each stream. The result is FAIL from 100,000, where listing
     the consumers takes minutes.
     """
-    for stream in facts.streams.values():
-        count, most = stream.consumers, facts.after.account.max_consumers(stream.config)
-        if 0 < most <= count:
-            yield Finding(stream=stream.name, found=f"{count} of {most} consumers: the server refuses the next one")
-        elif count > MANY_CONSUMERS:
-            state = State.FAIL if count > TOO_MANY_CONSUMERS else State.WARN
-            yield Finding(stream=stream.name, found=f"{count} consumers", state=state)
+    count, most = stream.consumers, facts.after.account.max_consumers(stream.config)
+    if 0 < most <= count:
+        yield f"{count} of {most} consumers: the server refuses the next one"
+    elif count > MANY_CONSUMERS:
+        state = State.FAIL if count > TOO_MANY_CONSUMERS else State.WARN
+        yield about(stream, f"{count} consumers", state=state)
 
 
-@declare(
-    "JS035",
+@declare("JS035", each=each_consumer).says(
     "Durable consumers are in use",
     why="A stream with retention interest or workqueue keeps messages for an unused consumer for ever, and reports "
     "show its lag.",
     cure=f"{UNNEEDED} Otherwise start a worker or the client that reads from it.",
 )
-def unused(facts: Facts) -> Iterator[Finding]:
+def unused(consumer: ConsumerInfo, facts: Facts) -> Iterator[Found]:
     """The check finds a consumer from which no client pulls, and of which nothing was delivered for 7 days, or since
     the consumer was created.
     """
-    for consumer in facts.consumers.values():
-        in_use = consumer.num_waiting or consumer.push_bound or consumer.num_ack_pending
-        since = consumer.last_delivered or consumer.created
-        if consumer.durable and not in_use and since and facts.now - since > UNUSED:
-            found = f"no client reads from the consumer, and no message was delivered since {since.date()}"
-            yield about(consumer, found, cure=RETIRED if agent_inventory.agent_of(consumer.name) else "")
+    in_use = consumer.num_waiting or consumer.push_bound or consumer.num_ack_pending
+    since = consumer.last_delivered or consumer.created
+    if consumer.durable and not in_use and since and facts.now - since > UNUSED:
+        found = f"no client reads from the consumer, and no message was delivered since {since.date()}"
+        yield about(consumer, found, cure=RETIRED if agent_inventory.agent_of(consumer.name) else "")
 
 
-@declare(
-    "JS036",
+@declare("JS036").says(
     "No consumer and no timer is paused for more than a day",
     why="The server delivers nothing to a paused consumer, and its lag grows. No worker runs a paused timer.",
     cure="`aviso-workers agents resume {app}/{agent}` ends the pause of an agent, and `aviso-workers timers resume "
@@ -240,7 +230,7 @@ def paused(facts: Facts) -> Iterator[Finding]:
         if pause.total_seconds() > LONG_PAUSE_SECONDS:
             cure = "" if agent_inventory.agent_of(consumer.name) else RESUME
             yield about(consumer, f"paused for another {pause.days} days", cure=cure)
-    for (app, timer), made in facts.pauses.items():
+    for (app, timer), made in facts.recorded.pauses.items():
         if max(made.until - facts.now, facts.now - made.since).total_seconds() > LONG_PAUSE_SECONDS:
             cure = (
                 f"`aviso-workers timers resume MODULE:APP {quoted_in_cure(timer)}` ends it, with the app of {{place}}."
@@ -248,8 +238,7 @@ def paused(facts: Facts) -> Iterator[Finding]:
             yield Finding(place=f"{app} > timer {timer}", found=paused_text(made), cure=cure)
 
 
-@declare(
-    "JS037",
+@declare("JS037").says(
     "Every pinned consumer has a pinned client, which does not change",
     why="The server delivers to the pinned client only. Each change of the pinned client can break the order in which "
     "messages are handled.",
@@ -274,8 +263,7 @@ def not_pinned(facts: Facts) -> Iterator[Finding]:
             yield about(consumer, f"pinned {pinned[key]} times within {facts.elapsed_seconds:.0f} s")
 
 
-@declare(
-    "JS063",
+@declare("JS063").says(
     "No notification is replaced before an agent handles it",
     why="With max_msgs_per_subject, a new notification replaces an older one of its subject, even if an agent has not "
     "handled the older one.",
@@ -301,13 +289,11 @@ def replaced(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@declare(
-    "JS051",
+@declare("JS051", needs=()).says(
     "Clients send few requests for CONSUMER.INFO",
     why="Each request is work for the leader of the consumer, and requests are slow in a stream with many consumers.",
     cure="`nats events --js-advisory` names the client. Let it read the number of pending messages from the metadata "
     "of each message, and create consumers idempotently without asking first.",
-    needs=(),
 )
 def many_info_calls(facts: Facts) -> Iterator[Finding]:
     """The check warns when clients sent more than 50 requests a second for CONSUMER.INFO between the samples. The
@@ -317,10 +303,3 @@ def many_info_calls(facts: Facts) -> Iterator[Finding]:
     rate = calls / facts.elapsed_seconds
     if rate > INFO_CALLS_PER_SECOND:
         yield Finding(place="$JS.API.CONSUMER.INFO", found=f"{rate:.0f} calls a second")
-
-
-def _foreign(facts: Facts) -> Iterator[ConsumerInfo]:
-    """Yield the durable consumers with acknowledgements that other programs than our workers made."""
-    for consumer in facts.consumers.values():
-        if consumer.durable and consumer.config.ack_policy != "none" and not metadata.is_of_agent(consumer.config):
-            yield consumer

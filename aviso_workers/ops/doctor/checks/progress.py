@@ -18,12 +18,11 @@ from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, health, worker_health
 from aviso_workers.ops.doctor.checks.consumers import APPLY, UNNEEDED
 from aviso_workers.ops.doctor.facts import Facts, Need
-from aviso_workers.ops.doctor.judgements import Check, Finding, State, about, check, quoted_in_cure
+from aviso_workers.ops.doctor.judgements import Declaration, Finding, Found, State, about, each_stream, quoted_in_cure
 from aviso_workers.state import delayed_messages, own_streams
 from aviso_workers.state.own_streams import RETRIES
 
-CHECKS: list[Check] = []
-declare = partial(check, CHECKS, needs=("consumers", "streams"))
+declare = partial(Declaration, needs=("consumers", "streams"))
 
 MAX_REDELIVERED = 0.05
 """The share of the deliveries."""
@@ -55,8 +54,7 @@ OF_AGENTS: frozenset[Need] = frozenset(("consumers", "records", "streams"))
 """What has to be known of agents."""
 
 
-@declare(
-    "JS021",
+@declare("JS021").says(
     "No client falls behind",
     why="More messages arrive than are handled, so the lag grows.",
     cure=MORE_CLIENTS,
@@ -71,8 +69,7 @@ def falling_behind(facts: Facts) -> Iterator[Finding]:
             yield about(after, f"{after.num_pending} pending, {rate:.1f} more every second", cure=cure)
 
 
-@declare(
-    "JS022",
+@declare("JS022").says(
     "Few messages are redelivered to clients",
     why="The client fails, or takes longer than ack_wait without reporting progress.",
     cure=CLIENT_FAILS,
@@ -93,8 +90,7 @@ def redelivered(facts: Facts) -> Iterator[Finding]:
             yield about(after, f"{more} more redeliveries within {_elapsed(facts)}")
 
 
-@declare(
-    "JS023",
+@declare("JS023").says(
     "Acknowledgements take less than half of ack_wait",
     why="The server delivers a message again when ack_wait is over, even if a client is still handling it.",
     cure="Set a longer streams.{stream}.consumers.{consumer}.ack_wait" + APPLY + ". Or let the client report progress.",
@@ -123,12 +119,10 @@ def slow_acks(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@declare(
-    "JS030",
+@declare("JS030", State.FAIL).says(
     "Clients pull the pending messages",
     why="Without a reader, the lag grows. With too many pull requests, the server refuses the next ones.",
     cure=NO_CLIENT,
-    severity=State.FAIL,
 )
 def no_client(facts: Facts) -> Iterator[Finding]:
     """The check finds a pull consumer that nobody reads from: in both samples it has no ack pending and no waiting pull
@@ -152,13 +146,11 @@ def no_client(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@declare(
-    "JS031",
+@declare("JS031", State.FAIL).says(
     "No consumer is at its limit of unacknowledged messages",
     why="At max_ack_pending, the server delivers no message until one is acknowledged.",
     cure="Look for handlers that hang (a `timeout` of the agent ends them), for failed notifications that wait for "
     "their retry (the workers' logs say why they failed), and for clients that acknowledge nothing.",
-    severity=State.FAIL,
 )
 def stalled(facts: Facts) -> Iterator[Finding]:
     """The check finds a consumer that was at its limit in both samples, and settled nothing between them. A consumer
@@ -177,36 +169,28 @@ def stalled(facts: Facts) -> Iterator[Finding]:
             yield about(after, f"{after.num_ack_pending} delivered and not acknowledged, of at most {most}")
 
 
-@declare(
-    "JS038",
+@declare("JS038", State.FAIL, each=each_stream).says(
     "Every message of a work queue can still be delivered",
     why="A message that exceeded max_deliver, or that no consumer's filter matches, stays in the work queue for ever, "
     "and no lag counts it.",
     cure="`aviso-workers streams get {stream} SEQUENCE` shows a message. Handle it by hand and remove it (`nats "
     "stream rmm {stream} SEQUENCE`), or declare streams.{stream}.consumers.NAME with the filter_subjects that no "
     "consumer has" + APPLY + ".",
-    severity=State.FAIL,
 )
-def hidden(facts: Facts) -> Iterator[Finding]:
-    for stream in facts.streams.values():
-        if stream.config.retention != "workqueue":
-            continue
-        theirs = [consumer for consumer in facts.consumers.values() if consumer.stream == stream.name]
-        known = sum(consumer.lag for consumer in theirs)
-        if stream.messages > known:
-            found = (
-                f"{stream.messages} messages, and only {known} of them are pending or not acknowledged at a consumer"
-            )
-            yield Finding(stream=stream.name, found=found)
+def hidden(stream: StreamInfo, facts: Facts) -> Iterator[Found]:
+    if stream.config.retention != "workqueue":
+        return
+    theirs = [consumer for consumer in facts.consumers.values() if consumer.stream == stream.name]
+    known = sum(consumer.lag for consumer in theirs)
+    if stream.messages > known:
+        found = f"{stream.messages} messages, and only {known} of them are pending or not acknowledged at a consumer"
+        yield found
 
 
-@declare(
-    "JS058",
+@declare("JS058", State.FAIL, needs=tuple(sorted(OF_AGENTS))).says(
     "No agent needs somebody",
     why="The agent does not handle what it is there for, or not all of it.",
     cure="`aviso-workers agents show {app}` says more.",
-    severity=State.FAIL,
-    needs=tuple(sorted(OF_AGENTS)),
 )
 def agents_need_somebody(facts: Facts) -> Iterator[Finding]:
     """The check says the [state of each agent](health.md) that has been so for longer than the patience with it, as
@@ -217,7 +201,7 @@ def agents_need_somebody(facts: Facts) -> Iterator[Finding]:
     """
     at = facts.elapsed_seconds
     now, before = facts.snapshot(facts.after, at), facts.snapshot(facts.before, 0.0)
-    declared = agent_report.declared(facts.config, facts.apps)
+    declared = agent_report.declared(facts.config, facts.recorded.apps)
     for agent in facts.scope.agents or ():
         declared.append((facts.scope.app, agent.name, aviso_admin.stream_of(facts.config, agent.event_type)))
     for (stream, consumer), found in agent_report.by_consumer(now, before, declared=declared).items():
@@ -241,14 +225,12 @@ def _cure(facts: Facts, stream: str, consumer: str, state: str) -> str:
     return ""
 
 
-@declare(
-    "JS076",
+@declare("JS076", State.FAIL).says(
     "Due notifications are stored in their streams",
     why="Notifications with a deliver_at in the past wait, because their stream refuses them, or because no running "
     "worker has their event type. They are retried without end, and none is lost.",
     cure="Start a worker whose configuration has the event type of {place} (`aviso-workers worker MODULE:APP`). If "
     "one runs, its log says why the stream refuses the notifications (`notification.overdue`).",
-    severity=State.FAIL,
 )
 def due(facts: Facts) -> Iterator[Finding]:
     """Workers try again, up to a minute apart, and log `notification.overdue`. Such notifications are not counted in
@@ -270,16 +252,13 @@ def due(facts: Facts) -> Iterator[Finding]:
             yield Finding(place=target, found=found)
 
 
-@declare(
-    "JS066",
+@declare("JS066", State.FAIL, needs=("records", "streams")).says(
     "No notification ends the worker that handles it",
     why="The handler crashes the process, or uses up its memory. After as many deaths as the agent has attempts, the "
     "notification becomes a dead letter; until then, each attempt ends a worker.",
     cure="`aviso-workers streams get {stream} SEQUENCE` shows the notification. The end of the workers' logs and the "
     "kernel's log (`dmesg`, for memory) say why the workers ended. `aviso-workers agents pause {app}/{agent}` "
     "stops the deliveries meanwhile.",
-    needs=("records", "streams"),
-    severity=State.FAIL,
 )
 def ends_workers(facts: Facts) -> Iterator[Finding]:
     """The check finds notifications during which a worker process ended more than once. Workers run such a notification
@@ -299,31 +278,27 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
         yield Finding(stream=stream, consumer=consumer, found=found)
 
 
-@declare(
-    "JS077",
+@declare("JS077", needs=("records",)).says(
     "No timer, no task and no function of a window fails",
     why="The function of a timer or of a window, or a task, raises each time. Nothing else of the app stops for that.",
     cure=f"{TRACEBACK} It runs again by itself.",
-    needs=("records",),
 )
 def failing_timers(facts: Facts) -> Iterator[Finding]:
     """The check warns of a timer whose last tick failed, and of a task or a function of a window that failed and has
     not run for a minute since. Workers record it in the bucket `<app>__state`, and `agents ls` shows it too.
     """
-    for (app, kind, name), failure in facts.failures.items():
+    for (app, kind, name), failure in facts.recorded.failures.items():
         if (kind != "agents" or failure.of_window) and failure.until > facts.now:
             place = f"{app} > {'window of ' if failure.of_window else ''}{kind.removesuffix('s')} {name}"
             cure = RUN_TIMER.format(quoted_in_cure(name)) if kind == "timers" else ""
             yield Finding(place=place, found=health.failing_text(failure), cure=cure)
 
 
-@declare(
-    "JS080",
+@declare("JS080", needs=("records",)).says(
     "No worker is lost, and each app runs one version",
     why="A worker that was killed or cut off no longer does its share. Workers of two versions handle notifications "
     "differently, and each notification goes to any of them.",
     cure="`aviso-workers agents ls {app}` says more.",
-    needs=("records",),
 )
 def workers_need_somebody(facts: Facts) -> Iterator[Finding]:
     """The check says the [state of each worker and app](health.md#workers-and-apps) that needs somebody. A worker that
@@ -384,7 +359,7 @@ def _wait_after_a_death(facts: Facts) -> Iterator[tuple[tuple[str, str], int]]:
     """Yield the sequences that are tried again because a worker ended while it handled them, with their consumers."""
     for stream, consumer in facts.consumers:
         app, agent = agent_inventory.agent_of(consumer) or ("", "")
-        failure = facts.failures.get((app, "agents", agent))
+        failure = facts.recorded.failures.get((app, "agents", agent))
         if failure and failure.until > facts.now and not own_streams.app_of(RETRIES, stream):
             for each in failure.retrying:
                 if each.error.partition(":")[0] == WorkerDiedError.__name__:

@@ -13,15 +13,14 @@ from statistics import median_high, median_low
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.clocks import SKEW
 from aviso_workers.jetstream import error_codes
-from aviso_workers.jetstream.info import Cluster
+from aviso_workers.jetstream.info import Cluster, StreamInfo
 from aviso_workers.ops.doctor import durability
 from aviso_workers.ops.doctor.checks.clients import has_user
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
+from aviso_workers.ops.doctor.judgements import Declaration, Finding, Found, State, about, each_server, each_stream
 from aviso_workers.ops.doctor.monitoring_port import LOOPBACK, OFF, Monitored
 
-CHECKS: list[Check] = []
-declare = partial(check, CHECKS, needs=("monitoring",))
+declare = partial(Declaration, needs=("monitoring",))
 
 SHORT_INTERVAL = 10 * SECOND
 HOT_PER_SECOND = 500
@@ -63,15 +62,12 @@ ENABLE_ACCOUNT = (
 RENDER = "in the configuration, then run `aviso-workers server render` and restart the server"
 
 
-@declare(
-    "JS042",
+@declare("JS042", State.FAIL, needs=("records", "streams")).says(
     "Every configured stream exists",
     why="A server with the wrong encryption key or an empty store_dir starts without its streams. If a program then "
     "creates such a stream, the server erases the files of the stream that it cannot read.",
     cure="Stop the server before a worker creates {stream}, and check its key, its store_dir and its log (`could not "
     "be recovered`). Only if the stream was removed on purpose, run `aviso-workers streams apply`.",
-    severity=State.FAIL,
-    needs=("records", "streams"),
 )
 def missing_streams(facts: Facts) -> Iterator[Finding]:
     """A stream that was not created yet is no finding. The check fails only if something shows that the stream was
@@ -119,7 +115,7 @@ def missing_streams(facts: Facts) -> Iterator[Finding]:
 
 def _trace_of(stream: str, facts: Facts) -> str:
     """Return what shows that a stream was there; empty where nothing does: then it was not created yet."""
-    for (name, consumer), record in facts.records.items():
+    for (name, consumer), record in facts.recorded.consumers.items():
         if name == stream and not record.removed:
             return f"{consumer} has read it up to sequence {record.ack_floor}"
     if backup := facts.backups.get(stream):
@@ -129,35 +125,30 @@ def _trace_of(stream: str, facts: Facts) -> str:
     return f"{', '.join(unread)} cannot read it" if unread else ""
 
 
-@declare(
-    "JS069",
+@declare("JS069", State.FAIL, each=each_server).says(
     "Servers can read every stream and consumer in their stores",
     why="A server that cannot read a stream or consumer continues without it and says so only in its log. A program "
     "that creates the stream or consumer again destroys the data on the disk.",
     cure="Stop the server {place} before a program creates the stream or consumer again. Check its key, its accounts "
     "and its log.",
-    severity=State.FAIL,
 )
-def unserved(facts: Facts) -> Iterator[Finding]:
+def unserved(one: Monitored, _: Facts) -> Iterator[Found]:
     """`server start` stops such a server at once, and `server status` reports it too. The result is SKIP for servers on
     other machines.
     """
-    for one in facts.monitored:
-        if one.unserved:
-            yield Finding(place=one.name, found=one.unserved)
-        elif one.disk is None and not one.without_jetstream:
-            found = f"its store_dir {one.varz.jetstream.config.store_dir} is not on this machine"
-            yield Finding(place=one.name, found=found, state=State.SKIP)
+    if one.unserved:
+        yield one.unserved
+    elif one.disk is None and not one.without_jetstream:
+        found = f"its store_dir {one.varz.jetstream.config.store_dir} is not on this machine"
+        yield about(one, found, state=State.SKIP)
 
 
-@declare(
-    "JS043",
+@declare("JS043", needs=("monitoring", "streams")).says(
     "A power cut loses few acknowledged messages",
     why="A nats-server acknowledges a message before it flushes the message to the disk. A power cut loses the "
     "messages in between.",
     cure=f"Set server.jetstream.sync_always: true, or three replicas and server.jetstream.sync_interval: 10s, "
     f"{RENDER}.",
-    needs=("monitoring", "streams"),
 )
 def power_cut(facts: Facts) -> Iterator[Finding]:
     """The last lines of the report say what each stream survives, whatever the result.
@@ -186,15 +177,12 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
             yield Finding(stream=each.stream, found=str(each), state=State.FAIL if is_bad else None)
 
 
-@declare(
-    "JS044",
+@declare("JS044", State.FAIL, needs=("account", "monitoring", "streams")).says(
     "Servers are healthy and have a meta leader",
     why="Without a leader of the meta group, no stream or consumer can be created, changed or listed.",
     cure="Read the server's log. Start the servers that are down (`aviso-workers server start`, or the site's "
     "supervisor), and restart one that has turned JetStream off, when its disk has space. Of three servers, two must "
     "run.",
-    severity=State.FAIL,
-    needs=("account", "monitoring", "streams"),
 )
 def health(facts: Facts) -> Iterator[Finding]:
     """The check fails when one of these holds: `/healthz` reports an error; JetStream's API or a monitoring port that
@@ -246,21 +234,17 @@ def _meta_group(server: str, meta: Cluster, *, known: list[str]) -> Iterator[Fin
             yield Finding(place=peer.name, found="is offline or not current in the meta group")
 
 
-@declare(
-    "JS071",
+@declare("JS071", State.FAIL, needs=()).says(
     "The doctor's user has the rights that the checks need",
     why="The server denies requests of the doctor's user, so the checks that need them are skipped.",
     cure="Run the doctor as a user with the rights that `aviso-workers server render --role operator` prints.",
-    severity=State.FAIL,
-    needs=(),
 )
 def rights(facts: Facts) -> Iterator[Finding]:
     for need, denied in facts.denied.items():
         yield Finding(place=need.replace("_", " "), found=denied)
 
 
-@declare(
-    "JS073",
+@declare("JS073").says(
     "The clocks of all servers agree",
     why="A server deletes messages that reach their max_age by its own clock, and for good. So a server whose clock is "
     "ahead loses messages that the other replicas have (JS072). Replays by date allow for a difference of a minute.",
@@ -289,13 +273,10 @@ def _clock(place: str, ahead_seconds: float, uncertain_seconds: float, than: str
         yield Finding(place=place, found=f"its clock is {abs(ahead_seconds):.0f} s {way} {than}", state=state)
 
 
-@declare(
-    "JS045",
+@declare("JS045", State.FAIL, needs=("monitoring", "streams")).says(
     "Replicas of a stream are in different zones",
     why="Two replicas in one zone are lost together, and with them the majority of three.",
     cure="`aviso-workers streams remove-peer {stream} SERVER` moves one replica to a zone that has none.",
-    severity=State.FAIL,
-    needs=("monitoring", "streams"),
 )
 def same_place(facts: Facts) -> Iterator[Finding]:
     """A stream that is older than `unique_tag` may have replicas in one zone."""
@@ -311,14 +292,12 @@ def same_place(facts: Facts) -> Iterator[Finding]:
                     yield Finding(stream=stream.name, found=f"{' and '.join(servers)} are both {tag}")
 
 
-@declare(
-    "JS049",
+@declare("JS049", State.FAIL).says(
     "Every server is connected to the others, and has its own store directory",
     why="A server without routes to the others does not count for a majority. Two servers with one store directory "
     "destroy each other's files.",
     cure="Start the servers that are down (JS044). If all servers run, compare their server.cluster.routes, user and "
     "password. Give each server its own jetstream.store_dir.",
-    severity=State.FAIL,
 )
 def split(facts: Facts) -> Iterator[Finding]:
     """The check fails when a server has fewer routes than the meta group or `server.cluster.routes` has servers."""
@@ -338,42 +317,35 @@ def split(facts: Facts) -> Iterator[Finding]:
             yield Finding(place=" and ".join(names), found=f"have the same store_dir {directory}")
 
 
-@declare(
-    "JS062",
+@declare("JS062").says(
     "The cluster has an odd number of servers",
     why="A cluster of four servers survives the loss of one, as a cluster of three does, because a majority of four "
     "is three. The fourth server only adds a machine that can fail.",
     cure="Add a server, or remove one from the cluster.",
 )
-def even_servers(facts: Facts) -> Iterator[Finding]:
-    sizes = {meta.cluster_size for one in facts.monitored if (meta := one.varz.jetstream.meta)}
-    for size in sizes:
-        if size and size % 2 == 0:
-            yield Finding(found=f"the meta group has {size} servers")
+def even_servers(facts: Facts) -> Iterator[Found]:
+    for size in {meta.cluster_size for one in facts.monitored if (meta := one.varz.jetstream.meta)} - {0}:
+        if size % 2 == 0:
+            yield f"the meta group has {size} servers"
 
 
-@declare(
-    "JS052",
+@declare("JS052", State.FAIL, each=each_server, production=True).says(
     "No server stores streams in a temporary directory",
     why="The operating system empties directories for temporary files when the machine starts, or when it needs space.",
     cure=f"Stop the server, move the directory, and set server.jetstream.store_dir {RENDER}.",
-    severity=State.FAIL,
-    production=True,
 )
-def temporary(facts: Facts) -> Iterator[Finding]:
-    for one in facts.monitored:
-        if (directory := one.varz.jetstream.config.store_dir).startswith(TEMPORARY):
-            yield Finding(place=one.name, found=f"store_dir {directory}")
+def temporary(one: Monitored, _: Facts) -> Iterator[Found]:
+    if (directory := one.varz.jetstream.config.store_dir).startswith(TEMPORARY):
+        yield f"store_dir {directory}"
 
 
-@declare(
-    "JS053",
+@declare("JS053", each=each_server).says(
     "The disk has space for all messages that the server may store",
     why="A server that could not write a message refuses all further messages of that stream, even when the disk has "
     "space again.",
     cure=f"Use a disk of two to three times max_file_store, or lower server.jetstream.max_file_store {RENDER}.",
 )
-def small_disk(facts: Facts) -> Iterator[Finding]:
+def small_disk(one: Monitored, _: Facts) -> Iterator[Found]:
     """`max_file_store` is the limit; if it is not set, the server took three quarters of the free space at its start.
 
     | result | when |
@@ -383,59 +355,49 @@ def small_disk(facts: Facts) -> Iterator[Finding]:
     | FAIL | the server has stored 95 % of its limit |
     | SKIP | the free space of a server on another machine: monitor the disk there |
     """
-    for one in facts.monitored:
-        config, stored = one.varz.jetstream.config, one.varz.jetstream.stats.storage
-        if config.max_storage and stored >= NEARLY_FULL * config.max_storage:
-            found = f"{stored} of the {config.max_storage} bytes that the server may store are used"
-            yield Finding(place=one.name, found=found, state=State.FAIL, cure=MORE_SPACE)
-        if one.without_jetstream:
-            continue
-        if one.disk is None:
-            yield Finding(
-                place=one.name, found=f"its store_dir {config.store_dir} is not on this machine", state=State.SKIP
-            )
-            continue
-        disk = shutil.disk_usage(one.disk)
-        if disk.free <= (1 - NEARLY_FULL) * disk.total and disk.free < LITTLE_FREE:
-            found = f"{disk.free} of {disk.total} bytes are free in {config.store_dir}"
-            yield Finding(place=one.name, found=found, state=State.FAIL, cure=RESTART)
-        elif disk.free < config.max_storage - stored:
-            found = (
-                f"the server may still store {config.max_storage - stored} bytes, and only "
-                f"{disk.free} bytes are free in {config.store_dir}"
-            )
-            yield Finding(place=one.name, found=found)
+    config, stored = one.varz.jetstream.config, one.varz.jetstream.stats.storage
+    if config.max_storage and stored >= NEARLY_FULL * config.max_storage:
+        found = f"{stored} of the {config.max_storage} bytes that the server may store are used"
+        yield about(one, found, state=State.FAIL, cure=MORE_SPACE)
+    if one.without_jetstream:
+        return
+    if one.disk is None:
+        yield about(one, f"its store_dir {config.store_dir} is not on this machine", state=State.SKIP)
+        return
+    disk = shutil.disk_usage(one.disk)
+    if disk.free <= (1 - NEARLY_FULL) * disk.total and disk.free < LITTLE_FREE:
+        found = f"{disk.free} of {disk.total} bytes are free in {config.store_dir}"
+        yield about(one, found, state=State.FAIL, cure=RESTART)
+    elif disk.free < config.max_storage - stored:
+        yield (
+            f"the server may still store {config.max_storage - stored} bytes, and only "
+            f"{disk.free} bytes are free in {config.store_dir}"
+        )
 
 
-@declare(
-    "JS054",
+@declare("JS054", each=each_stream, needs=("monitoring", "streams")).says(
     "No stream with many publishes waits for sync_always",
     why="With sync_always, every write waits for the disk, which allows some hundred to some thousand messages a "
     "second.",
     cure="Publish in batches (app.notify_many), or use three replicas with server.jetstream.sync_interval: 10s and "
     f"without sync_always {RENDER}.",
-    needs=("monitoring", "streams"),
 )
-def slow_disk(facts: Facts) -> Iterator[Finding]:
+def slow_disk(stream: StreamInfo, facts: Facts) -> Iterator[Found]:
     """The check warns from 500 messages a second."""
     flushing = {one.name for one in facts.monitored if one.varz.jetstream.config.sync_always}
-    for name, stream in facts.streams.items():
-        before = facts.before.streams.get(name, stream)
-        rate = (stream.last_sequence - before.last_sequence) / facts.elapsed_seconds
-        keepers = stream.cluster.members or {facts.server.name}
-        if keepers & flushing and stream.config.storage == "file" and rate > HOT_PER_SECOND:
-            yield Finding(stream=name, found=f"{rate:.0f} messages a second, each flushed before its acknowledgement")
+    before = facts.before.streams.get(stream.name, stream)
+    rate = (stream.last_sequence - before.last_sequence) / facts.elapsed_seconds
+    keepers = stream.cluster.members or {facts.server.name}
+    if keepers & flushing and stream.config.storage == "file" and rate > HOT_PER_SECOND:
+        yield f"{rate:.0f} messages a second, each flushed before its acknowledgement"
 
 
-@declare(
-    "JS055",
+@declare("JS055", State.FAIL, needs=("monitoring", "streams")).says(
     "Personal data is encrypted on the disk",
     why="A stream with the metadata pii=true is in plain text: everybody who has the disk, or a copy of it, can read "
     "its messages.",
     cure="Move the stream to a store that is encrypted from the start (docs/server.md#another-key, `aviso-workers "
     "server rotate-key`). Do not give a key to a server with an existing store: it loses consumers and streams.",
-    severity=State.FAIL,
-    needs=("monitoring", "streams"),
 )
 def not_encrypted(facts: Facts) -> Iterator[Finding]:
     """The result is SKIP for servers on other machines."""
@@ -450,41 +412,36 @@ def not_encrypted(facts: Facts) -> Iterator[Finding]:
                 yield Finding(stream=stream.name, found=found, state=State.SKIP)
 
 
-@declare(
-    "JS056",
+@declare("JS056", each=each_server).says(
     "Clients read fast enough, and connections are left",
     why="The server cuts off a client that reads too slowly, and the client has to connect again. At max_connections, "
     "no further client can connect.",
     cure="The server's log names the slow client (`Slow Consumer Detected`): give it more processes or smaller pulls. "
     f"If connections run out, raise server.max_connections {RENDER}.",
 )
-def slow_clients(facts: Facts) -> Iterator[Finding]:
+def slow_clients(one: Monitored, facts: Facts) -> Iterator[Found]:
     """The check warns when a server cut off slow clients within the last day, or uses four fifths of its
     `max_connections`. A server remembers only the last 10,000 ended connections.
     """
-    for one in facts.monitored:
-        varz = one.varz
-        recent = [each for each in one.cut_off if each.stop and facts.now - each.stop < A_WHILE]
-        if recent:
-            last = recent[0]
-            found = (
-                f"{len(recent)} slow clients were cut off within a day, the last one "
-                f"{last.name or 'without a name'} at {last.ip}"
-            )
-            yield Finding(place=one.name, found=found)
-        if varz.max_connections and varz.connections > NEARLY_ALL * varz.max_connections:
-            yield Finding(place=one.name, found=f"{varz.connections} of {varz.max_connections} connections are used")
+    varz = one.varz
+    recent = [each for each in one.cut_off if each.stop and facts.now - each.stop < A_WHILE]
+    if recent:
+        last = recent[0]
+        yield (
+            f"{len(recent)} slow clients were cut off within a day, the last one "
+            f"{last.name or 'without a name'} at {last.ip}"
+        )
+    if varz.max_connections and varz.connections > NEARLY_ALL * varz.max_connections:
+        yield f"{varz.connections} of {varz.max_connections} connections are used"
 
 
-@declare(
-    "JS075",
+@declare("JS075", needs=()).says(
     "JetStream's API is strict",
     why="A server that is not strict ignores unknown fields of a request. A user who may publish to one stream can "
     "then have the server purge other streams of the account, and delete their messages, by the reply subject of a "
     "publish.",
     cure="Set `strict: true` in the block jetstream of nats-server.conf, as `aviso-workers server render` does, and "
     "restart the server. nats-server 2.12 and newer are strict by default.",
-    needs=(),
 )
 def not_strict(facts: Facts) -> Iterator[Finding]:
     """The check sends a request for the names of streams with an unknown field, which changes nothing, and looks at

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.jetstream import plans
@@ -11,13 +10,10 @@ from aviso_workers.jetstream.info import NEVER, StreamInfo
 from aviso_workers.jetstream.metadata import SET_MARK, UNFINISHED
 from aviso_workers.jetstream.specs import OURS, stated
 from aviso_workers.ops.doctor.facts import Facts
-from aviso_workers.ops.doctor.judgements import Check, Finding, State, check
+from aviso_workers.ops.doctor.judgements import Declaration, Finding, Found, State, about, each_stream
 from aviso_workers.ops.mirrors import STALE_SECONDS
 from aviso_workers.state import delayed_messages, own_streams
 from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, RETRIES
-
-CHECKS: list[Check] = []
-declare = partial(check, CHECKS)
 
 REPLICAS = 3
 NEARLY_FULL, FULL = 0.80, 0.95
@@ -37,52 +33,43 @@ DECLARED_REPLICAS = f"Set streams.{{stream}}.num_replicas: 3 in the configuratio
 BUCKETS_REPLICAS = f"{OUR_REPLICAS} If no worker uses it: {DECLARED_REPLICAS}"
 
 
-@declare(
-    "JS001",
+@Declaration("JS001", each=each_stream, production=True).says(
     "Every stream has a limit of bytes",
     why="A stream without max_bytes can fill the disk, and then all streams of the server refuse messages.",
     cure=f"Set {JETSTREAM}.max_bytes, or the event type's storage_policy.max_size, {APPLY}.",
     cure_of_others="Set streams.{stream}.max_bytes in the configuration, " + APPLY + ".",
-    production=True,
 )
-def unlimited_bytes(facts: Facts) -> Iterator[Finding]:
+def unlimited_bytes(stream: StreamInfo, _: Facts) -> Iterator[Found]:
     """Two kinds of stream are not checked: streams of tables, counters and delayed notifications, because no message
     may be removed from them; and the stream of retries, because it has a `max_age` of days.
     """
-    for stream in facts.streams.values():
-        if stream.config.max_bytes <= 0 and not _keeps_state(stream) and not own_streams.app_of(RETRIES, stream.name):
-            found = f"no max_bytes, {stream.bytes} bytes stored"
-            yield Finding(stream=stream.name, found=found, cure=DEAD_LETTERS_LIMIT if _has_dead_letters(stream) else "")
+    if stream.config.max_bytes <= 0 and not _keeps_state(stream) and not own_streams.app_of(RETRIES, stream.name):
+        found = f"no max_bytes, {stream.bytes} bytes stored"
+        yield about(stream, found, cure=DEAD_LETTERS_LIMIT if _has_dead_letters(stream) else "")
 
 
-@declare(
-    "JS002",
+@Declaration("JS002", each=each_stream, production=True).says(
     "Every stream has a limit of age or of messages",
     why="A stream without max_age and max_msgs keeps all messages until max_bytes is reached. Then the server removes "
     "the oldest messages, whatever their age.",
     cure=f"Set {JETSTREAM}.retention_time or max_messages, {APPLY}.",
     cure_of_others="Set streams.{stream}.max_age in the configuration, " + APPLY + ".",
-    production=True,
 )
-def unlimited_age(facts: Facts) -> Iterator[Finding]:
+def unlimited_age(stream: StreamInfo, _: Facts) -> Iterator[Found]:
     """The stream of dead letters is not checked: dead letters stay until an operator retries or drops them."""
-    for stream in facts.streams.values():
-        config = stream.config
-        # A dead letter is kept until an operator has dealt with it.
-        if not config.max_age and config.max_msgs <= 0 and not _keeps_state(stream) and not _has_dead_letters(stream):
-            yield Finding(stream=stream.name, found="neither max_age nor max_msgs")
+    config = stream.config
+    # A dead letter is kept until an operator has dealt with it.
+    if not config.max_age and config.max_msgs <= 0 and not _keeps_state(stream) and not _has_dead_letters(stream):
+        yield "neither max_age nor max_msgs"
 
 
-@declare(
-    "JS003",
+@Declaration("JS003", State.FAIL, each=each_stream, production=True).says(
     "Every stream has three replicas",
     why="A stream with one replica is unavailable while its server is down, and is lost with the disk of that server.",
     cure=f"Set {JETSTREAM}.replicas: 3, {APPLY}.",
     cure_of_others=DECLARED_REPLICAS,
-    severity=State.FAIL,
-    production=True,
 )
-def few_replicas(facts: Facts) -> Iterator[Finding]:
+def few_replicas(stream: StreamInfo, _: Facts) -> Iterator[Found]:
     """A stream with two replicas needs both servers to elect a leader.
 
     The streams and buckets of an app's state (retries, dead letters, failure counts, tables, windows, leases) get the
@@ -90,43 +77,35 @@ def few_replicas(facts: Facts) -> Iterator[Finding]:
     configuration of another app asks for fewer. If the server or a missing right refuses the change, the worker
     continues and logs `stream.update_refused`.
     """
-    for stream in facts.streams.values():
-        if stream.config.num_replicas < REPLICAS:
-            yield _replicas(stream)
+    if stream.config.num_replicas < REPLICAS:
+        yield _replicas(stream)
 
 
-@declare(
-    "JS004",
+@Declaration("JS004", each=each_stream).says(
     "Every stream has an odd number of replicas",
     why="Four replicas survive the loss of one server, as three do, because a majority of four is three. Two replicas "
     "survive no loss.",
     cure=f"Set {JETSTREAM}.replicas: 3, {APPLY}.",
     cure_of_others=DECLARED_REPLICAS,
 )
-def even_replicas(facts: Facts) -> Iterator[Finding]:
-    for stream in facts.streams.values():
-        if stream.config.num_replicas % 2 == 0:
-            yield _replicas(stream)
+def even_replicas(stream: StreamInfo, _: Facts) -> Iterator[Found]:
+    if stream.config.num_replicas % 2 == 0:
+        yield _replicas(stream)
 
 
-@declare(
-    "JS005",
+@Declaration("JS005", State.FAIL, each=each_stream, production=True).says(
     "Every stream is stored on disk",
     why="A stream in memory is lost when all its servers stop, also when an operator stops them.",
     cure="The storage of a stream cannot be changed. Back up the stream (`aviso-workers backup create {stream} --to "
     "DIRECTORY`), remove the stream (`aviso-workers streams rm {stream}`), and run `aviso-workers backup restore "
     "DIRECTORY/{stream}/TIME --storage file`.",
-    severity=State.FAIL,
-    production=True,
 )
-def in_memory(facts: Facts) -> Iterator[Finding]:
-    for stream in facts.streams.values():
-        if stream.config.storage == "memory":
-            yield Finding(stream=stream.name, found="storage memory")
+def in_memory(stream: StreamInfo, _: Facts) -> Iterator[Found]:
+    if stream.config.storage == "memory":
+        yield "storage memory"
 
 
-@declare(
-    "JS006",
+@Declaration("JS006", each=each_stream).says(
     "Streams with discard: new have space left",
     why="A full stream with discard: new refuses every publish with JetStream's error 10077.",
     cure=f"Set a higher {JETSTREAM}.max_bytes or max_messages, or discard_policy: old, so that new messages replace "
@@ -135,45 +114,40 @@ def in_memory(facts: Facts) -> Iterator[Finding]:
     + APPLY
     + ". Or delete all but the newest messages: `aviso-workers streams purge {stream} --keep COUNT`.",
 )
-def full(facts: Facts) -> Iterator[Finding]:
+def full(stream: StreamInfo, _: Facts) -> Iterator[Found]:
     """The check says WARN from 80 % and FAIL from 95 %. The stream of dead letters is such a stream. When it is full, a
     failed notification cannot become a dead letter; workers retry it again and again, and you see redeliveries.
     """
-    for stream in facts.streams.values():
-        config = stream.config
-        if config.discard != "new":
-            continue
-        for name, used, limit in (
-            ("max_bytes", stream.bytes, config.max_bytes),
-            ("max_msgs", stream.messages, config.max_msgs),
-        ):
-            if limit > 0 and used >= NEARLY_FULL * limit:
-                yield Finding(
-                    stream=stream.name,
-                    found=f"{used / limit:.0%} of {name} {limit} used",
-                    state=State.FAIL if used >= FULL * limit else State.WARN,
-                    cure=DEAD_LETTERS_FULL if _has_dead_letters(stream) else "",
-                )
+    config = stream.config
+    if config.discard != "new":
+        return
+    for name, used, limit in (
+        ("max_bytes", stream.bytes, config.max_bytes),
+        ("max_msgs", stream.messages, config.max_msgs),
+    ):
+        if limit > 0 and used >= NEARLY_FULL * limit:
+            yield about(
+                stream,
+                f"{used / limit:.0%} of {name} {limit} used",
+                state=State.FAIL if used >= FULL * limit else State.WARN,
+                cure=DEAD_LETTERS_FULL if _has_dead_letters(stream) else "",
+            )
 
 
-@declare(
-    "JS008",
+@Declaration("JS008", State.FAIL, each=each_stream).says(
     "Streams with retention interest have a consumer",
     why="With retention interest, the server drops a message at once if the stream has no consumer for the message.",
     cure=f"Start the consumers before the publishers. Or set {JETSTREAM}.retention_policy: limits, which keeps "
     f"messages without consumers, {APPLY}.",
     cure_of_others="Start the consumers before the publishers. Or set streams.{stream}.retention: limits in the "
     f"configuration, which keeps messages without consumers, {APPLY}.",
-    severity=State.FAIL,
 )
-def no_interest(facts: Facts) -> Iterator[Finding]:
-    for stream in facts.streams.values():
-        if stream.config.retention == "interest" and not stream.consumers:
-            yield Finding(stream=stream.name, found="retention interest and no consumer")
+def no_interest(stream: StreamInfo, _: Facts) -> Iterator[Found]:
+    if stream.config.retention == "interest" and not stream.consumers:
+        yield "retention interest and no consumer"
 
 
-@declare(
-    "JS010",
+@Declaration("JS010", each=each_stream).says(
     "Critical streams have deny_delete and deny_purge",
     why="Without them, one wrong command removes messages of a stream whose metadata critical=true says that they "
     "must stay.",
@@ -181,31 +155,26 @@ def no_interest(facts: Facts) -> Iterator[Finding]:
     + APPLY
     + ". Nobody can undo these settings.",
 )
-def deletable(facts: Facts) -> Iterator[Finding]:
-    for stream in facts.streams.values():
-        missing = [key for key in ("deny_delete", "deny_purge") if not getattr(stream.config, key)]
-        if _is_marked(stream, "critical") and missing:
-            yield Finding(stream=stream.name, found=f"critical=true without {' and '.join(missing)}")
+def deletable(stream: StreamInfo, _: Facts) -> Iterator[Found]:
+    missing = [key for key in ("deny_delete", "deny_purge") if not getattr(stream.config, key)]
+    if _is_marked(stream, "critical") and missing:
+        yield f"critical=true without {' and '.join(missing)}"
 
 
-@declare(
-    "JS011",
+@Declaration("JS011", State.FAIL, each=each_stream).says(
     "Streams with personal data allow deletes",
     why="Messages of a stream with deny_delete cannot be deleted one by one, a purge leaves their payloads on the "
     "disk, and nobody can undo deny_delete.",
     cure="Copy the messages that may stay to a stream without deny_delete, and remove this stream: `aviso-workers "
     "streams rm {stream}`.",
-    severity=State.FAIL,
 )
-def not_erasable(facts: Facts) -> Iterator[Finding]:
+def not_erasable(stream: StreamInfo, _: Facts) -> Iterator[Found]:
     """A stream with personal data has the metadata `pii=true`."""
-    for stream in facts.streams.values():
-        if _is_marked(stream, "pii") and stream.config.deny_delete:
-            yield Finding(stream=stream.name, found="pii=true with deny_delete")
+    if _is_marked(stream, "pii") and stream.config.deny_delete:
+        yield "pii=true with deny_delete"
 
 
-@declare(
-    "JS013",
+@Declaration("JS013").says(
     "Every stream has the settings of the configuration",
     why="The settings of the stream on the server differ from the configuration, so the stream may store, keep or "
     "refuse other messages than you expect.",
@@ -228,14 +197,12 @@ def drifted(facts: Facts) -> Iterator[Finding]:
             yield Finding(stream=plan.stream, found=f"{configured}: {found}", state=state, cure=cure)
 
 
-@declare(
-    "JS014",
+@Declaration("JS014", State.FAIL).says(
     "No other stream has the subjects of a configured stream",
     why="A subject belongs to one stream. So the configured stream cannot be created, and publishes to it are refused.",
     cure="Give this stream other subjects (streams.{stream}.subjects in the configuration, "
     + APPLY
     + "), or give the event type another topic.base.",
-    severity=State.FAIL,
 )
 def taken(facts: Facts) -> Iterator[Finding]:
     """Publishers get an error, because they send `Nats-Expected-Stream`. WARN where only workers have recorded the
@@ -254,8 +221,7 @@ def taken(facts: Facts) -> Iterator[Finding]:
                     yield Finding(stream=stream.name, found=found, state=state)
 
 
-@declare(
-    "JS015",
+@Declaration("JS015", each=each_stream).says(
     "No stream has unexplained gaps",
     why="A server leaves out a damaged block without a log line, which shows as a gap. Very many gaps cost memory and "
     "make reading slow.",
@@ -263,74 +229,65 @@ def taken(facts: Facts) -> Iterator[Finding]:
     "stream with the newest backup: `aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`. If a few old "
     "messages have very many gaps after them, set a retention_time, which removes these messages and the gaps.",
 )
-def gaps(facts: Facts) -> Iterator[Finding]:
+def gaps(stream: StreamInfo, _: Facts) -> Iterator[Found]:
     """A stream that keeps all messages of a subject removes only its oldest messages. So a gap in such a stream comes
     from a `delete`, an erasure, or a damaged block. In other streams gaps are normal. For them the check warns of
     10,000 gaps or more, if there are also more than ten gaps for each message, because gaps cost the server memory and
     slow down reading. Tables, counters and delayed notifications are not checked, because they have gaps by design.
     """
-    for stream in facts.streams.values():
-        missing, messages = stream.deleted, stream.messages
-        if _keeps_state(stream):
-            continue
-        if missing and _never_deletes(stream):
-            yield Finding(stream=stream.name, found=f"{missing} messages are missing between the first and the last")
-        elif missing >= MANY_GAPS and missing > GAPS_PER_MESSAGE * messages:
-            yield Finding(stream=stream.name, found=f"{missing} gaps between {messages} messages")
+    missing, messages = stream.deleted, stream.messages
+    if _keeps_state(stream):
+        return
+    if missing and _never_deletes(stream):
+        yield f"{missing} messages are missing between the first and the last"
+    elif missing >= MANY_GAPS and missing > GAPS_PER_MESSAGE * messages:
+        yield f"{missing} gaps between {messages} messages"
 
 
-@declare(
-    "JS016",
+@Declaration("JS016", State.FAIL, each=each_stream).says(
     "No stream has blocks that its server cannot read",
     why="The server reports lost messages, because it cannot read their blocks.",
     cure="Check the disk of the server. To see which messages are missing, restore a backup beside the stream: "
     "`aviso-workers backup restore DIRECTORY/{stream}/TIME --as COPY`.",
-    severity=State.FAIL,
 )
-def lost(facts: Facts) -> Iterator[Finding]:
+def lost(stream: StreamInfo, _: Facts) -> Iterator[Found]:
     """nats-server 2.15.0 shows most damage as gaps instead (JS015)."""
-    for stream in facts.streams.values():
-        if (lost := stream.lost) is not None:
-            yield Finding(stream=stream.name, found=f"{len(lost.msgs or ())} messages, {lost.bytes} bytes lost")
+    if (lost := stream.lost) is not None:
+        yield f"{len(lost.msgs or ())} messages, {lost.bytes} bytes lost"
 
 
-@declare(
-    "JS019",
+@Declaration("JS019", State.FAIL, each=each_stream).says(
     "Mirrors and sources reach their origins",
     why="While an origin is unreachable, the reported lag does not change. Only the time since the last contact shows "
     "the problem.",
     cure="`aviso-workers report mirrors` and `aviso-workers streams info {stream}` show the error. Check the leaf "
     "node or gateway in between, and the origin's server, name and domain.",
-    severity=State.FAIL,
 )
-def unreachable_origins(facts: Facts) -> Iterator[Finding]:
+def unreachable_origins(stream: StreamInfo, facts: Facts) -> Iterator[Found]:
     """The result is FAIL when the mirror has never reached its origin, had no contact for 30 seconds, or reports an
     error. It is WARN when the lag grew between the samples. Origins in other domains and clusters are checked too. If
     you cut the link as a test, this check fails.
     """
-    for stream in facts.streams.values():
-        before = facts.before.streams.get(stream.name, stream)
-        lags = {origin.name: origin.lag for origin in before.origins}
-        for origin in stream.origins:
-            inactive = origin.active / SECOND
-            if origin.error:
-                yield Finding(stream=stream.name, found=f"{origin.name}: {origin.error.get('description')}")
-            elif origin.active == NEVER:
-                yield Finding(stream=stream.name, found=f"{origin.name} was never reached")
-            elif inactive > STALE_SECONDS:
-                yield Finding(stream=stream.name, found=f"last contact with {origin.name} {inactive:.0f} s ago")
-            elif (growth := origin.lag - lags.get(origin.name, origin.lag)) > 0:
-                rate = growth / facts.elapsed_seconds
-                found = f"{origin.lag} behind {origin.name}, and {rate:.0f} more every second"
-                yield Finding(stream=stream.name, found=found, state=State.WARN)
+    before = facts.before.streams.get(stream.name, stream)
+    lags = {origin.name: origin.lag for origin in before.origins}
+    for origin in stream.origins:
+        inactive = origin.active / SECOND
+        if origin.error:
+            yield f"{origin.name}: {origin.error.get('description')}"
+        elif origin.active == NEVER:
+            yield f"{origin.name} was never reached"
+        elif inactive > STALE_SECONDS:
+            yield f"last contact with {origin.name} {inactive:.0f} s ago"
+        elif (growth := origin.lag - lags.get(origin.name, origin.lag)) > 0:
+            rate = growth / facts.elapsed_seconds
+            found = f"{origin.lag} behind {origin.name}, and {rate:.0f} more every second"
+            yield about(stream, found, state=State.WARN)
 
 
-@declare(
-    "JS020",
+@Declaration("JS020", State.FAIL).says(
     "No promoted mirror has an origin that takes publishes",
     why="Two streams that both take publishes store different messages under the same sequences, and cannot be merged.",
     cure="Run `aviso-workers mirror fence {place}` at once, then `aviso-workers mirror recover {stream}`.",
-    severity=State.FAIL,
 )
 def two_histories(facts: Facts) -> Iterator[Finding]:
     """The doctor cannot check an origin that does not answer. Run `mirror fence ORIGIN`, which removes its subjects,
@@ -341,14 +298,12 @@ def two_histories(facts: Facts) -> Iterator[Finding]:
             yield Finding(stream=link.stream, place=link.origin, found=link.trouble)
 
 
-@declare(
-    "JS068",
+@Declaration("JS068", State.FAIL).says(
     "Mirrors have the messages of their origins",
     why="A mirror continues after the last sequence that it has. So it never receives the earlier messages of an "
     "origin that was recreated or restored.",
     cure="Back up the mirror (`aviso-workers backup create {stream} --to DIRECTORY`), remove it (`aviso-workers "
     "streams rm {stream}`), and create it again, with `aviso-workers streams apply` if the configuration has it.",
-    severity=State.FAIL,
 )
 def other_histories(facts: Facts) -> Iterator[Finding]:
     """A mirror of a recreated origin has a lag of 0. The check compares some messages of both by time, subject and
@@ -360,22 +315,19 @@ def other_histories(facts: Facts) -> Iterator[Finding]:
             yield Finding(stream=link.stream, found=link.divergence)
 
 
-@declare(
-    "JS070",
+@Declaration("JS070", State.FAIL, each=each_stream).says(
     "No stream has an unfinished restore",
     why="A stream takes no publishes until its restore is finished, and workers that need the stream wait.",
     cure="If no restore is running, restore the same backup again: `aviso-workers backup restore DIRECTORY`.",
-    severity=State.FAIL,
 )
-def half_restored(facts: Facts) -> Iterator[Finding]:
+def half_restored(stream: StreamInfo, _: Facts) -> Iterator[Found]:
     """If a restore was killed, or a restore of a [set](../backup.md#sets) failed, the marks stay."""
-    for stream in facts.streams.values():
-        mark = stream.config.metadata.get(UNFINISHED, "")
-        if SET_MARK in mark:
-            found = "the stream belongs to a set of backups whose restore is running, has failed or was killed"
-            yield Finding(stream=stream.name, found=found, cure=RESTORE_SET)
-        elif mark:
-            yield Finding(stream=stream.name, found="the restore of the stream is running or was killed")
+    mark = stream.config.metadata.get(UNFINISHED, "")
+    if SET_MARK in mark:
+        found = "the stream belongs to a set of backups whose restore is running, has failed or was killed"
+        yield about(stream, found, cure=RESTORE_SET)
+    elif mark:
+        yield "the restore of the stream is running or was killed"
 
 
 def overlap(one: str, other: str) -> bool:
