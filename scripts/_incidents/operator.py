@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ HEALTHY = {"idle", "working", "catching up"}
 NO_WORKER = "no answer"
 NO_DOCTOR = "could not begin"
 OBSERVER_LINE = re.compile(r"^aviso_observer_agent_needs_somebody\{(.*)\} (\S+)$", re.MULTILINE)
+LAST_POLL = re.compile(r"^aviso_observer_last_poll_timestamp_seconds (\S+)$", re.MULTILINE)
+BLIND_SECONDS = 10.0
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 WRONG = ("FAIL", "WARN")
 
@@ -221,6 +224,8 @@ def _of_console(url: str, app: str, stream: str) -> Said:
 def _of_observer(observer: Worker | None, app: str, stream: str) -> Said:
     """Return what the gauge of the observer says, of which the alert is made."""
     text = observer.ask("/metrics")[1] if observer else ""
+    if not any(time.time() - float(at) < BLIND_SECONDS for at in LAST_POLL.findall(text)):
+        return {}  # AvisoObserverBlind says that
     found = [dict(LABEL.findall(labels)) | {"value": value} for labels, value in OBSERVER_LINE.findall(text)]
     of_stream = [each for each in found if (each["app"], each["stream"]) == (app, stream)]
     return {each["agent"]: {"state": each["state"], "needs": float(each["value"]) > 0} for each in of_stream}
