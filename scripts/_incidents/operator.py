@@ -124,11 +124,10 @@ class Operator:
                 words = {name: each[agent][what] for name, each in said.items() if what in each.get(agent, {})}
                 if len({*words.values()}) > 1:
                     found.append(f"  {what} of {agent}: {', '.join(f'{name} {word}' for name, word in words.items())}")
-        if doctor.result().code < 2:
+        listed = said["agents ls"].values()
+        if doctor.result().code < 2 and all(each["state"] != "unknown" for each in listed):  # else it may say SKIP
             codes = {each["code"] for each in json.loads(doctor.result().out)["checks"] if each["state"] in WRONG}
-            if ("JS058" in codes) != any(
-                each["needs"] and each["state"] != "unknown" for each in said["agents ls"].values()
-            ):
+            if ("JS058" in codes) != any(each["needs"] for each in listed):
                 found.append(f"  JS058 {'finds' if 'JS058' in codes else 'does not find'} that somebody is needed")
         return found
 

@@ -103,7 +103,14 @@ class Scene:
             self._stack.callback(self._prometheus.close)
             self._observer = self._process("observer", "--agent", "observer")
             self.wait("Prometheus is not ready", self._prometheus.is_ready)
-        console = [COMMAND, "console", "--port", str(self._ports["console"]), "--config", self._config]
+        console: list[str | Path] = [
+            COMMAND,
+            "console",
+            "--port",
+            str(self._ports["console"]),
+            "--config",
+            self._config,
+        ]
         self._stack.enter_context(running("console", console, log_dir=self._directory, environment=self._environment))
         return self
 

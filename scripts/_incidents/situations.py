@@ -475,7 +475,8 @@ def dependency_away(scene: Scene) -> Iterator[None]:
     warns=["JS058"],
     alerts=["AvisoAgentNeedsSomebody", "AvisoDoctorWarns"],
     passing=["AvisoRetriesRising"],
-    cure="Repair the cause; `aviso-workers agents retry APP/AGENT --all` tries at once, `agents skip` makes dead letters",
+    cure="Repair the cause; `aviso-workers agents retry APP/AGENT --all` tries at once, and `agents skip` "
+    "makes dead letters",
 )
 def agent_blocked(scene: Scene) -> Iterator[None]:
     scene.break_down("handler", "fails")
