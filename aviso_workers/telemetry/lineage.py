@@ -407,6 +407,7 @@ async def _post(transport: HttpTransport, limiter: anyio.CapacityLimiter, event:
 def _refuse_redirect(response: Any, **_: object) -> None:
     """Raise `OSError` for a redirect: to follow it, its whole body would be read, and the event may not be sent on."""
     if response.is_redirect:
+        response.close()
         raise OSError(f"{response.url} redirects to {response.headers['location']!r}: give that URL, if it is right")
 
 

@@ -90,7 +90,7 @@ def test_a_killed_worker_is_told_until_another_one_runs_and_one_that_ends_in_ord
 ) -> None:
     monkeypatch.setattr(worker_records, "LIVES_SECONDS", 5.0)
     monkeypatch.setattr(worker_health, "COMES_BACK", timedelta(0))
-    killed, goes_on, ends = (worker("v1") for _ in range(3))
+    goes_on, ends, killed = (worker("v1") for _ in range(3))  # the others are not in its place
     assert ends.end(signal.SIGTERM) == 0
     assert until(listed, lambda rows: len(rows) == 1) == (0, {"index": ("idle", "")})
     killed.end(signal.SIGKILL)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -21,7 +23,7 @@ from aviso_workers.errors import ConfigError
 from aviso_workers.events import LineageTold
 from aviso_workers.ops import permissions
 from aviso_workers.telemetry import lineage
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -113,9 +115,22 @@ async def test_a_server_that_refuses_is_told_once(
     assert "a-key" not in str(line.fields)
 
 
+@pytest.fixture
+def given_up() -> Iterator[None]:
+    """Wait behind the test for the threads that it leaves, whose sockets only the collection of garbage closes."""
+    before = {*threading.enumerate()}
+    yield
+    for thread in {*threading.enumerate()} - before:
+        thread.join(PROMPT_SECONDS)
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()
+
+
+@pytest.mark.usefixtures("given_up")
 async def test_a_worker_ends_although_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that takes connections and says nothing."""
     monkeypatch.setattr(lineage, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(lineage, "TIMEOUT_SECONDS", 1.0)
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
         app = app_of(write(tmp_path, f"{{url: 'http://127.0.0.1:{port}'}}"))
@@ -136,7 +151,7 @@ async def test_a_worker_ends_although_nobody_answers(tmp_path: Path, monkeypatch
     ],
     ids=["body", "redirect", "head"],
 )
-@pytest.mark.filterwarnings("ignore:.*socket.socket:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("given_up")
 async def test_an_answer_that_never_ends_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes, error: type[Exception] | None
 ) -> None:
