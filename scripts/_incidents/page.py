@@ -11,6 +11,7 @@ from _incidents.book import Outcome
 from _incidents.situations import SITUATIONS
 
 PAGE = Path(__file__).parents[2] / "docs/operations/incidents.md"
+PROCESS = re.compile(r"\b[\w.-]+/\d+(?=: )")
 NUMBER = re.compile(r"(?<![\w.])\d{1,4}(?!\w)")
 """A number that differs from run to run; JetStream's codes have five digits."""
 HEAD = """# Incidents
@@ -71,4 +72,5 @@ def _answer(name: str, answer: str) -> str:
 
 def _general(name: str, said: str) -> str:
     """Return the text without what is of this run or of this situation only."""
+    said = PROCESS.sub("HOST/N", said)
     return NUMBER.sub("N", said.replace(name.upper(), "STREAM").replace(name, "APP")).replace("|", "\\|")

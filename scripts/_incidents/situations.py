@@ -475,15 +475,14 @@ def dependency_away(scene: Scene) -> Iterator[None]:
     warns=["JS058"],
     alerts=["AvisoAgentNeedsSomebody", "AvisoDoctorWarns"],
     passing=["AvisoRetriesRising"],
-    cure="Repair the cause; `aviso-workers agents retry APP/AGENT --all` tries at once, and `agents skip` "
-    "makes dead letters",
+    cure="Repair the cause: they are tried again by themselves, and at once by `aviso-workers agents retry APP/AGENT "
+    "--all`. `agents skip` makes dead letters of them",
 )
 def agent_blocked(scene: Scene) -> Iterator[None]:
     scene.break_down("handler", "fails")
     scene.publish(3)
     yield
     scene.repair("handler")
-    scene.operator.must("agents", "retry", f"{scene.name}/handle", "--all")
 
 
 @situation(
