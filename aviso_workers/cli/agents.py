@@ -30,7 +30,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_control, agent_report, aviso_admin, snapshots
 from aviso_workers.ops.agent_report import AgentHealth, AgentRow
-from aviso_workers.ops.health import AgentFacts, failing_text, text_of
+from aviso_workers.ops.health import AgentFacts, failing_text
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import declarations
 from aviso_workers.state.consumer_records import ConsumerRecord
@@ -316,7 +316,7 @@ AGENTS = (
 
 
 def _row(row: AgentRow) -> tuple[str, ...]:
-    of, state = (row.app, row.agent, row.stream), text_of(row.state, row.why, row.also)
+    of, state = (row.app, row.agent, row.stream), row.text
     if row.stream == "-":
         return (*of, *("-",) * 5, state)
     numbers = (row.pending, row.ack_pending, row.redelivered, "-" if row.dead_letters is None else row.dead_letters)

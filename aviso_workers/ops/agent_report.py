@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from datetime import datetime
 from typing import Any
 
 from msgspec import Struct, structs
@@ -39,8 +38,8 @@ Key = tuple[str, str, str]
 """App, agent and stream."""
 
 
-class AgentRow(Struct, frozen=True, kw_only=True):
-    """The report on an agent on one event stream, or on a timer, a task or a worker in trouble."""
+class AgentRow(Judgement, frozen=True, kw_only=True):
+    """The report on an agent on one event stream, or on a timer, a task or a worker in trouble, and how it is."""
 
     app: str
     agent: str
@@ -51,16 +50,6 @@ class AgentRow(Struct, frozen=True, kw_only=True):
     dead_letters: int | None = 0
     rate: float = 0.0
     """By how many notifications the lag grows in a second; negative where it shrinks."""
-    state: str
-    """See [the states of an agent](../docs/operations/health.md)."""
-    since: datetime | None = None
-    """Since when it is so, by the server's clock; None where that is not known, or the state is a calm one."""
-    why: str = ""
-    needs: bool = False
-    """Whether somebody should look at it."""
-    also: tuple[str, ...] = ()
-    """What else is so, and what is not known."""
-    cure: str = ""
 
 
 class AgentHealth(Struct, frozen=True, kw_only=True):

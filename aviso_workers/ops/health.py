@@ -12,7 +12,7 @@ a worker what `hindered` says of its agents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import TypeVar
 
@@ -150,12 +150,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The state with its sentence and all else that is so."""
-        return text_of(self.state, self.why, self.also)
-
-
-def text_of(state: str, why: str, also: Iterable[str]) -> str:
-    """Return a state with its sentence and all else that is so."""
-    return "; ".join((f"{state}: {why}" if why else state, *also))
+        return "; ".join((f"{self.state}: {self.why}" if self.why else self.state, *self.also))
 
 
 Found = tuple[datetime | None, str] | None
