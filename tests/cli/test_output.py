@@ -105,7 +105,7 @@ def test_the_tables_of_the_commands_are_those_that_were_read_and_kept() -> None:
     [
         (
             AgentRow,
-            "app agent stream pending ack_pending redelivered dead_letters rate state since why needs also cure",
+            "state since why needs also cure app agent stream pending ack_pending redelivered dead_letters rate",
         ),
         (
             ConsumerRow,
