@@ -48,7 +48,7 @@ async def observe(app: App) -> None:
         try:
             now = await snapshots.take(app.session.admin)
             if before is not None:
-                _show_agents(app, await agent_report.of_server(app.session.admin, app.config, now, before))
+                _show_agents(app, await agent_report.of_server(app.session.admin, app.config, now, before), now)
             _show_streams(app, now)
             before, problem = now, now.denied.text()
         except BackendError as error:
@@ -73,7 +73,7 @@ def _show_streams(app: App, now: ServerSnapshot) -> None:
     )
 
 
-def _show_agents(app: App, agents: list[AgentHealth]) -> None:
+def _show_agents(app: App, agents: list[AgentHealth], now: ServerSnapshot) -> None:
     def show(name: str, help: str, read: Callable[[AgentHealth], float]) -> None:
         of_agents = ((each.facts.app, each.facts.agent, each.facts.stream) for each in agents)
         _show(app, name, help, labels=CONSUMER, values=dict(zip(of_agents, map(read, agents), strict=True)))
@@ -105,11 +105,12 @@ def _show_agents(app: App, agents: list[AgentHealth]) -> None:
     _show(
         app,
         "agent_needs_somebody",
-        "1 while somebody should look at an agent, whose state the label says; else 0. Each agent has one state.",
+        "1 while somebody should look at an agent, or at a worker in trouble (agent `worker NAME`, stream `-`), whose "
+        "state the label says; else 0. Each has one state.",
         labels=(*CONSUMER, "state"),
         values={
-            (each.facts.app, each.facts.agent, each.facts.stream, each.judgement.state): float(each.judgement.needs)
-            for each in agents
+            (row.app, row.agent, row.stream, row.state): float(row.needs)
+            for row in [*(each.row for each in agents), *agent_report.workers_in_trouble(now)]
         },
     )
     show(

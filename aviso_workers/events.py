@@ -67,6 +67,8 @@ class Hindrance(NamedTuple):
     """Why the worker is not ready; None where the hindrance is over."""
     is_ready: bool = False
     """Whether the worker is ready all the same: `/readyz` says the text, and answers yes."""
+    since: datetime | None = None
+    """Since when the worker is hindered by it, by its own clock; of a fact None."""
 
 
 WORKER = ""

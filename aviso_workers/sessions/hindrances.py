@@ -5,6 +5,7 @@ records it for operators (`worker_recorder`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
 from aviso_workers.events import CONNECTION, WORKER, AgentDisturbed, AgentStarted, Event, Hindrance, all_kinds
 from aviso_workers.state import own_streams
@@ -22,10 +23,11 @@ class Hindrances:
     """
 
     def __init__(self, agents: Iterable[str]) -> None:
-        self._found = {(WORKER, CONNECTION): Hindrance(WORKER, CONNECTION, "not connected yet")}
+        now = datetime.now(UTC)
+        self._found = {(WORKER, CONNECTION): Hindrance(WORKER, CONNECTION, "not connected yet", since=now)}
         """By agent (or `WORKER`) and by what they are about."""
         for agent in agents:
-            self._found[agent, START] = Hindrance(agent, START, "has not started")
+            self._found[agent, START] = Hindrance(agent, START, "has not started", since=now)
 
     def observe(self, event: Event) -> None:
         """Note what hinders the worker, or does so no more."""
@@ -37,7 +39,8 @@ class Hindrances:
         if hindrance.text is None:
             self._found.pop((agent, of), None)
         else:
-            self._found[agent, of] = hindrance
+            before = self._found.get((agent, of))
+            self._found[agent, of] = hindrance._replace(since=before.since if before else datetime.now(UTC))
 
     @property
     def found(self) -> list[Hindrance]:

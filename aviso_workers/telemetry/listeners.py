@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
+from aviso_workers.aviso.literals import time_text
 from aviso_workers.clocks import Clock
 from aviso_workers.config.settings import Status
 from aviso_workers.declare.agents import Agent
@@ -262,5 +263,6 @@ class Readiness:
 
 
 def _text(hindrance: Hindrance) -> str:
-    text = hindrance.text or ""
+    since = f" (since {time_text(hindrance.since)})" if hindrance.since else ""
+    text = f"{hindrance.text}{since}"
     return text if hindrance.agent == WORKER else f"agent {hindrance.agent}: {text}"

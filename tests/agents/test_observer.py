@@ -6,21 +6,26 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import nats
 import pytest
 import yaml
+from msgspec import structs
 
 from aviso_agents import observer
 from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.aviso.literals import SECOND
+from aviso_workers.backends.buckets import open_existing
 from aviso_workers.events import Event, Measured, Settled
 from aviso_workers.jetstream.specs import ConsumerSpec
+from aviso_workers.ops import worker_health
 from aviso_workers.server import NatsServer
+from aviso_workers.state import worker_records
 from tests.waits import PATIENCE_SECONDS, flushed
 
 pytestmark = pytest.mark.anyio
@@ -190,6 +195,22 @@ async def test_an_agent_that_nobody_runs_is_said_to_have_no_worker(
         async with working(app):
             await shown.until_state(labels, "idle", 0)
             assert shown.gauges["agent_state_since_timestamp_seconds"][labels] == 0
+
+
+async def test_a_worker_that_was_killed_needs_somebody(
+    app: App, shown: Shown, labels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`labels` leaves the record of a worker that has ended in order: here it is one that says nothing any more."""
+    monkeypatch.setattr(worker_records, "LIVES_SECONDS", 0.2)
+    monkeypatch.setattr(worker_health, "COMES_BACK", timedelta(0))
+    (ended,) = (await worker_records.of_app(app.session.admin, app.name)).ended
+    async with observing(app):
+        await shown.until(lambda: bool(shown.state_of(labels)))
+        assert {each[1] for each in shown.gauges["agent_needs_somebody"]} == {"index"}
+        bucket = await open_existing(app.session.admin, worker_records.bucket_of(app.name), own=True)
+        assert bucket is not None
+        await bucket.put(ended.key, msgspec.json.encode(structs.replace(ended, ended=False)))
+        await shown.until_state((app.name, f"worker {ended.name}", "-"), "lost", 1)
 
 
 async def test_dead_letters_are_counted_by_agent(app: App, shown: Shown) -> None:

@@ -73,19 +73,34 @@ async def test_missed_notifications_are_logged_at_most_once_a_minute(monkeypatch
     assert lines[1:] == [("notifications.missed", "index", 3, "203 to 210")]
 
 
+def unready(readiness: Readiness) -> list[str]:
+    """Return why it is not ready. Since when is said of each reason, and left out here."""
+    said = [line.partition(" (since 20") for line in readiness.health.unready]
+    assert all(since.endswith("Z)") for _, _, since in said)
+    return [reason for reason, _, _ in said]
+
+
+def test_a_reason_that_is_said_with_other_words_keeps_its_time() -> None:
+    readiness = Readiness([])
+    (first,) = readiness.health.unready
+    readiness.observe(ConnectionChanged(connected=False, reason="refused"))
+    (then,) = readiness.health.unready
+    assert then == first.replace("not connected yet", "not connected: refused")
+
+
 def test_what_keeps_a_worker_from_its_work_makes_it_unready_until_it_is_over() -> None:
     readiness = Readiness([])
     readiness.observe(ConnectionChanged(connected=True, reason=""))
-    assert readiness.health.unready == []
+    assert unready(readiness) == []
     readiness.observe(NotReadAgain(agent="index", stream="MARS", sequence=7, error=ValueError("denied")))
     readiness.observe(LeadershipHindered(bucket="fields__leases", error=ValueError("denied")))
-    assert readiness.health.unready == [
+    assert unready(readiness) == [
         "cannot lead, for lack of bucket fields__leases: denied",
         "agent index: sequence 7, which waits, cannot be read again: denied",
     ]
     readiness.observe(ReadAgain(agent="index", stream="MARS"))
     readiness.observe(LeadershipUnhindered(bucket="fields__leases"))
-    assert readiness.health.unready == []
+    assert unready(readiness) == []
 
 
 def test_a_worker_is_ready_when_its_agents_read_their_own_streams() -> None:
@@ -93,9 +108,9 @@ def test_a_worker_is_ready_when_its_agents_read_their_own_streams() -> None:
     readiness = Readiness(agents)
     readiness.observe(ConnectionChanged(connected=True, reason=""))
     readiness.observe(AgentStarted(agent="index", stream=RETRIES, consumer="fields__index"))
-    assert readiness.health.unready == ["agent index: has not started"]
+    assert unready(readiness) == ["agent index: has not started"]
     denied = ValueError("denied")
     readiness.observe(AgentDisturbed(agent="index", stream="MARS", error=denied, again_in_seconds=0.1))
-    assert readiness.health.unready == ["agent index: denied"]
+    assert unready(readiness) == ["agent index: denied"]
     readiness.observe(AgentStarted(agent="index", stream="MARS", consumer="fields__index"))
-    assert readiness.health.unready == []
+    assert unready(readiness) == []
