@@ -433,7 +433,7 @@ class _Requests:
         if missing:
             cure = "" if named and len(unreachable) >= len(missing) else ": give --monitor URL for each server"
             self.unknown["monitoring"] = "; ".join(
-                [*unreachable.values(), f"no monitoring port of {', '.join(sorted(missing))}{cure}"]
+                [*unreachable.values(), f"no monitoring port of {', '.join(sorted(missing))} answers{cure}"]
             )
         return tuple(found), unreachable if named else {}
 

@@ -178,7 +178,7 @@ def test_a_server_that_has_turned_jetstream_off(plain: Seen, directory: Path) ->
     told = judged(structs.replace(facts, config=there)).found("JS044")[server.name]
     assert told.endswith(" bytes of its disk are free")
     blind = judged(structs.replace(facts, monitored=())).found("JS017")["MARS"]
-    assert blind.endswith(f"is not current; its disk is not known: no monitoring port of {server.name}")
+    assert blind.endswith(f"is not current; its disk is not known: no monitoring port of {server.name} answers")
 
 
 def test_a_server_that_has_stored_as_much_as_it_may(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def useless_replicas(facts: Facts) -> Iterator[Finding]:
     samples = [sample.groups for sample in (facts.before, facts.after, *facts.later)]
     for (stream, consumer), found in replicas.wrong_in_all(samples):
         server, _, what = found.partition(" ")
-        why = asked.get(server, f"its disk is not known: no monitoring port of {server}")
+        why = asked.get(server, f"its disk is not known: no monitoring port of {server} answers")
         said = f"{found}; {why}" if what == "is not current" and why != "ok" else found
         cure = RESTART.format(place=server) if why == OFF else ""
         yield Finding(stream=stream, consumer=consumer, found=said, cure=cure)
