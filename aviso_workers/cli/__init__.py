@@ -92,7 +92,7 @@ SUMMARIES = {
     "console": "Serve pages that say what needs an operator, and why, until SIGTERM or Ctrl-C.",
     "doctor": "Check servers, streams, consumers and settings for known problems, and say what to do about each.",
     "top": "Show streams and consumers as they change, until Ctrl-C.",
-    "report": "Report on streams, mirrors and the account.",
+    "report": "Report on streams, mirrors, the account and single notifications.",
     "streams": "Show, plan, change and remove streams.",
     "consumers": "List, show, remove and unpin the consumers of any stream.",
     "delete": "Delete one notification, after showing which one it is.",

@@ -21,7 +21,8 @@ from aviso_workers.cli.output import Columns, print_json, print_table, skipped_r
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.events import Events
-from aviso_workers.ops import agent_control
+from aviso_workers.ops import agent_control, audit
+from aviso_workers.ops.audit import Audit, Operator
 from aviso_workers.ops.dead_letters import (
     Group,
     Selection,
@@ -308,7 +309,8 @@ def _run(config: ConfigSource | None, run: Callable[[StoredDeadLetters], Awaitab
     with skipped_reported(events):
 
         async def run_connected(server: OpenedServer) -> None:
-            await run(StoredDeadLetters(server.admin, events=events))
+            operator = Operator(audit.this_user(), Audit(server.admin, server.config))
+            await run(StoredDeadLetters(server.admin, events=events, operator=operator))
 
         connected(config, run_connected)
 

@@ -1,4 +1,5 @@
-"""`report streams|mirrors|account`, and `top`: the state of streams, consumers and the account, once or repeatedly."""
+"""`report streams|mirrors|account|notification`, and `top`: the state of streams, consumers and the account, once or
+repeatedly, and what has become of one notification."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Annotated
 
 import anyio
+import msgspec
 import typer
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
@@ -17,17 +19,25 @@ from rich.text import Text
 
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Admin
-from aviso_workers.cli.options import option, seconds_between
-from aviso_workers.cli.output import AsJson, end_where_unavailable, print_rows, table, terminal
+from aviso_workers.cli.options import argument, flag, option, seconds_between
+from aviso_workers.cli.output import (
+    AsJson,
+    end_where_unavailable,
+    print_json,
+    print_rows,
+    print_table,
+    table,
+    terminal,
+)
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.errors import BackendError
-from aviso_workers.ops import inventory, reports, snapshots, stream_policy
+from aviso_workers.ops import agent_report, aviso_admin, inventory, reports, snapshots, story, stream_policy
 from aviso_workers.ops.inventory import ResourceUse
 from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.ops.reports import ConsumerRow, ServerRow, StreamRow
 from aviso_workers.ops.snapshots import ServerSnapshot
 
-report = typer.Typer(help="Report on streams, mirrors and the account.", no_args_is_help=True)
+report = typer.Typer(help="Report on streams, mirrors, the account and single notifications.", no_args_is_help=True)
 
 BARS = "▁▂▃▄▅▆▇█"
 REMEMBERED = 30
@@ -94,6 +104,37 @@ async def streams(
     sealed = stream_policy.sealed(server.config, now.streams)
     if sealed or any(row.trouble for row in rows) or any(row.trouble for row in servers):
         raise typer.Exit(1)
+
+
+@report.command()
+@on_server
+async def notification(
+    server: OpenedServer,
+    name: Annotated[str, argument("EVENT@SEQUENCE", "Event type, base or stream, and sequence, e.g. mars@4711.")],
+    seconds: Seconds = 1.0,
+    as_json: Annotated[bool, flag("--json", "Print one JSON document.")] = False,
+) -> None:
+    """Report what has become of one notification at each agent of its stream, and how that is known.
+
+    Example: aviso-workers report notification mars@4711
+    """
+    now, before = await two_snapshots(server, seconds)
+    config, _ = aviso_admin.with_declared(server.config, now.recorded.apps)
+    agents = await agent_report.of_server(server.admin, config, now, before)
+    told = await story.of(server.admin, config, name, agents, now)
+    if as_json:
+        print_json(msgspec.to_builtins(told))
+        return
+    found = told.message
+    by = f", published by {told.origin.publisher}" if told.origin.publisher else ""
+    typer.echo(printable(f"{found.stream}@{found.sequence}, stored {found.time}{by}: {found.subject}"))
+    rows = [(each.app, each.agent, each.state, each.why) for each in told.fates]
+    print_table(("app", "agent", "it is", "why"), rows) if rows else typer.echo("no agent reads this stream")
+    for output, agent, subject in told.outputs:
+        of = "/".join(agent) if agent else "somebody in the same trace"
+        typer.echo(printable(f"{of} has published {output} while it was handled: {subject}"))
+    for sentence in filter(None, (*told.unsure, told.denied)):
+        typer.echo(printable(sentence), err=True)
 
 
 @on_server

@@ -27,13 +27,13 @@ from aviso_workers.config import Config
 from aviso_workers.config.settings import Right
 from aviso_workers.console import dead_letters
 from aviso_workers.console.access import Visitor
-from aviso_workers.console.audit import ActionResult, Audit
 from aviso_workers.console.jobs import Job
 from aviso_workers.declare.agents import check_name
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, describe
 from aviso_workers.jetstream.plans import ConsumerPlan, Plan
 from aviso_workers.ops import agent_control, aviso_admin, retried, stream_policy, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer, end_text
+from aviso_workers.ops.audit import ActionResult, Audit
 from aviso_workers.ops.doctor import Report, Scope, examine
 from aviso_workers.state import declarations
 from aviso_workers.state.dead_letter_records import LetterId
@@ -308,7 +308,7 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
         "/dead-letters",
         fields=chosen | _given(form, "rate") | {"last": str(max(found.values()))},
         says=(f"{len(found)} dead letters ({of_what}) are {does}.",),
-        job=partial(dead_letters.act, actions.admin),
+        job=partial(dead_letters.act, actions.admin, actions.audit),
         letters=found,
         created=created,
     )

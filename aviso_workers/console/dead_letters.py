@@ -26,6 +26,7 @@ from aviso_workers.errors import (
 from aviso_workers.events import Events
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import agent_inventory, inventory
+from aviso_workers.ops.audit import Audit, Operator
 from aviso_workers.ops.dead_letters import Group, Selection, StoredDeadLetters, grouped, portions
 from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.state import dead_letter_records, own_streams
@@ -109,16 +110,6 @@ async def get(admin: Admin, app: str, sequence: int) -> DeadLetter:
     return await StoredDeadLetters(admin, events=Events()).get(sequence, app)
 
 
-async def of_notification(admin: Admin, stream: str, sequence: int) -> dict[tuple[str, str], str]:
-    """Return what the dead letters of one notification say, by app and agent. Raises `BackendError`."""
-    stored = StoredDeadLetters(admin, events=Events())
-    return {
-        (each.app, each.agent): f"{each.sequence}: {each.reason} after {each.attempts} attempts: {each.error}"
-        async for each in _selected(stored, Selection(stream=stream))
-        if each.original.sequence == sequence
-    }
-
-
 async def selected(
     admin: Admin, fields: Mapping[str, str], *, until_ns: int | None
 ) -> tuple[dict[str, datetime | None], dict[LetterId, int]]:
@@ -133,13 +124,14 @@ async def selected(
     return {app: info.created if info else None for app, info in infos.items()}, found
 
 
-async def act(admin: Admin, job: Job) -> None:
+async def act(admin: Admin, audit: Audit, job: Job) -> None:
     """Drop or retry exactly the dead letters of the job, at most `job.rate` of them a second. What fails is noted in
     the job, and the others go on; where no server answers, it is tried again.
 
     Raises `BackendError` where too much fails, and `NotFoundError` where the stream was deleted or made again.
     """
-    stored = StoredDeadLetters(admin, events=Events())
+    operator = Operator(f"{job.who}, console", audit)
+    stored = StoredDeadLetters(admin, events=Events(), operator=operator)
     do = partial(StoredDeadLetters.retry if job.hands_back else StoredDeadLetters.drop, stored)
     done, failing_since = -1, 0.0
 
@@ -157,8 +149,9 @@ async def act(admin: Admin, job: Job) -> None:
                     for app in {each.app for each in portion}:
                         await _stream_of(admin, job, app)
                     # Apart by agent: one that cannot be handed back holds up those of no other agent.
-                    for _, of_agent in groupby(sorted(portion, key=BY_AGENT), key=BY_AGENT):
-                        await _act_on([*of_agent], do, job, patient=is_patient())
+                    with anyio.CancelScope(shield=True):  # a portion that has begun is finished, and counted
+                        for _, of_agent in groupby(sorted(portion, key=BY_AGENT), key=BY_AGENT):
+                            await _act_on([*of_agent], do, job, patient=is_patient())
             return
         except (UnavailableError, OutcomeUnknownError):
             if not is_patient():
@@ -170,7 +163,9 @@ async def act(admin: Admin, job: Job) -> None:
 
 
 async def failed_again(admin: Admin, job: Job) -> str:
-    """Return in words how many of those that a job has handed back are dead letters again by now."""
+    """Return in words how many of those that a job has handed back are dead letters again by now, and how many are
+    handled.
+    """
     why, waiting = f"the server has not told the rest within {LOOK_SECONDS:g} s", 0
     try:
         with anyio.move_on_after(LOOK_SECONDS):
@@ -184,8 +179,10 @@ async def failed_again(admin: Admin, job: Job) -> str:
         why = str(error)
     except BackendError as error:
         why = describe(error)
+    handled = job.done - job.failed_again - job.windows
     said = (
         f"{job.failed_again} are dead letters again",
+        f"{handled} of {job.done} are handled" if not (why or waiting) else "",
         f"and it is not known whether more are: {why}" if why else "",
         f"of {job.windows} windows it is not known" if job.windows else "",
         f"their agents have {waiting} retries to finish" if waiting else "",

@@ -10,13 +10,13 @@ from msgspec import Struct
 
 from aviso_workers.aviso.schema import topic_of
 from aviso_workers.config import display
-from aviso_workers.console import dead_letters, notification_trail, spark_applications
+from aviso_workers.console import dead_letters, notification_search, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.ops import doctor as doctor_
-from aviso_workers.ops import stream_policy, timer_report, worker_health
+from aviso_workers.ops import story, stream_policy, timer_report, worker_health
 from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.doctor import output
 from aviso_workers.ops.health import STATES, Judgement
@@ -243,14 +243,15 @@ async def job(question: Question) -> Page:
 
 async def notification(question: Question) -> Page:
     """One notification and what has become of it at each agent, or the newest ones with values of an identifier."""
-    name, trail, found = question.asked("name"), None, None
+    name, told, found = question.asked("name"), None, None
     if name:
         admin, overview = question.actions.admin, await question.overview()
         if "@" in name.split()[0]:
-            trail = await notification_trail.trail(admin, overview, name)
+            agents = [each.health for each in overview.agents]
+            told = await story.of(admin, overview.config, name, agents, overview.snapshot)
         else:
-            found = await notification_trail.search(admin, overview.config, name)
-    return Page("notification.html", name or "One notification", {"trail": trail, "found": found})
+            found = await notification_search.search(admin, overview.config, name)
+    return Page("notification.html", name or "One notification", {"story": told, "found": found})
 
 
 class _TimerRow(Struct, frozen=True, kw_only=True):

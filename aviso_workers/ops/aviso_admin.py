@@ -95,17 +95,18 @@ async def find(admin: Admin, config: Config, notification: str) -> StoredMessage
     Raises `InvalidPositionError` where the name has another form, `UnknownEventTypeError`, and `NotFoundError` where
     the stream or the notification does not exist.
     """
-    stream, sequence = _position(config, notification)
+    stream, sequence = position(config, notification)
     return await inventory.message(admin, stream, sequence=sequence)
 
 
 async def delete(admin: Admin, config: Config, notification: str) -> None:
     """Delete the notification of a name as `find` takes it. Raises as `find` does."""
-    stream, sequence = _position(config, notification)
+    stream, sequence = position(config, notification)
     await admin.delete_message(stream, sequence)
 
 
-def _position(config: Config, notification: str) -> tuple[str, int]:
+def position(config: Config, notification: str) -> tuple[str, int]:
+    """Return the stream and the sequence of a name as `find` takes it. Raises as `find` does, save `NotFoundError`."""
     event_type, at, sequence = notification.strip().partition("@")
     if not (event_type and at and sequence):
         raise InvalidPositionError(f"{notification!r} is not <event type>@<sequence>, such as mars@42")

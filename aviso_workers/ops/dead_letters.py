@@ -23,6 +23,7 @@ from aviso_workers.declare import agents
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.events import Events, Skipped
 from aviso_workers.ops import agent_inventory, inventory
+from aviso_workers.ops.audit import Operator
 from aviso_workers.state import dead_letter_records, own_streams, window_records
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
@@ -121,8 +122,10 @@ def grouped(groups: dict[tuple[str, ...], Group], dead_letter: DeadLetter) -> No
 class StoredDeadLetters:
     """The dead letters that a server stores. Every method raises `BackendError`."""
 
-    def __init__(self, admin: Admin, *, events: Events) -> None:
+    def __init__(self, admin: Admin, *, events: Events, operator: Operator | None = None) -> None:
+        """`operator` is who acts on them, which is recorded; None where nobody does, or nothing is recorded."""
         self._events = events
+        self._operator = operator
         self._admin = admin
         self._readers: set[tuple[str, str]] = set()
         """Apps and agents that are known to read the retries."""
@@ -208,14 +211,19 @@ class StoredDeadLetters:
             raise failures[0]
 
     async def drop(self, *dead_letters: DeadLetter, note: Callable[[DeadLetter], None] = _nothing) -> None:
-        """Erase the dead letters; `note` is called for each that nobody else has retried or dropped meanwhile."""
+        """Erase the dead letters, which is recorded first; `note` is called for each that nobody else has retried or
+        dropped meanwhile.
+        """
+        if self._operator is not None and dead_letters:
+            await self._operator.audit.erases(self._operator.name, dead_letters)
         await self._delete(dead_letters, note, overwrite=True)
 
     async def _copy(self, dead_letters: Sequence[DeadLetter], failures: list[BackendError]) -> list[DeadLetter]:
         """Copy dead letters to the retries, return those whose copies are stored, and add the errors of the others to
         `failures`.
         """
-        copies = [dead_letter_records.retry_of(dead_letter) for dead_letter in dead_letters]
+        by = self._operator.name if self._operator is not None else ""
+        copies = [dead_letter_records.retry_of(dead_letter, by) for dead_letter in dead_letters]
         outgoing = [Outgoing(message, message_id, stream) for message, message_id, stream in copies]
         results = await self._admin.publish_many(outgoing, timeout_seconds=TIMEOUT_SECONDS) if outgoing else []
         failures += [result for result in results if isinstance(result, BackendError)]

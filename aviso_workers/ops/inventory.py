@@ -7,7 +7,7 @@ in `maintenance`, and what concerns the configuration in `stream_policy`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -22,6 +22,8 @@ from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.task_groups import task_group
 
 ASK_AGAIN_SECONDS = 1.0
+SPAN = 1000
+"""Messages that are read to find the newest ones; the server counts where these begin."""
 DETAILS_SECONDS = 60.0
 """A stream may have millions of gaps, and a server lists each."""
 
@@ -112,6 +114,20 @@ async def count(admin: Admin, stream: str, subject: str) -> int:
     `NotFoundError`.
     """
     return sum((await admin.subject_counts(stream, subject=subject)).values())
+
+
+async def start_of_newest(admin: Admin, stream: str, of: StreamInfo, filter_subjects: Sequence[str], count: int) -> int:
+    """Return a sequence from which on a stream has so many messages of these subjects, or all that it has, and not many
+    others before them: the server counts. Raises `BackendError`.
+    """
+    begin, end = of.first_sequence, of.last_sequence + 1
+    while end - begin > SPAN:  # at least so many begin here, and fewer there
+        middle = (begin + end) // 2
+        if await admin.count(stream, filter_subjects=filter_subjects, start_sequence=middle) >= count:
+            begin = middle
+        else:
+            end = middle
+    return begin
 
 
 async def message(

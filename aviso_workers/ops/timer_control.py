@@ -5,8 +5,6 @@ Called by the commands `timers pause|resume|catch-up|run`, as `agent_control` is
 
 from __future__ import annotations
 
-import getpass
-import socket
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from itertools import islice
@@ -21,6 +19,7 @@ from aviso_workers.declare import timers
 from aviso_workers.declare.timers import LATE_SECONDS, Timer
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.key_value import compare_and_set
+from aviso_workers.ops import audit
 from aviso_workers.ops.agent_control import UNTIL_RESUMED
 from aviso_workers.state import consumer_records, orders, timer_records, timer_requests
 from aviso_workers.state.consumer_records import KeptBy
@@ -61,7 +60,7 @@ async def pause(
         until = UNTIL_RESUMED if seconds is None else now + timedelta(seconds=seconds)
     if until <= now:
         raise DeclarationError(f"the pause would end at {time_text(until)}, which is over: say a later time")
-    made = Pause(since=now, until=until, by=_here(), note=note)
+    made = Pause(since=now, until=until, by=audit.this_user(), note=note)
     await bucket.put(timer_requests.pause_key(app, timer), msgspec.json.encode(made))
     return made
 
@@ -86,7 +85,7 @@ async def ask(admin: Admin, app: str, timer: str, *, by: str = "") -> Run:
         if known and known.is_open(now):
             raise DeclarationError(f"{known.by} has asked for a run of {timer} already, and no worker has taken it yet")
         asked = max(now, known.asked + timedelta.resolution) if known else now  # no two runs have the same time
-        return {**runs, timer: Run(asked=asked, by=by or _here())}
+        return {**runs, timer: Run(asked=asked, by=by or audit.this_user())}
 
     _, runs = await compare_and_set(bucket, timer_requests.runs_key(app), read=timer_requests.read_runs, change=change)
     return runs[timer]
@@ -132,12 +131,3 @@ async def plan_catch_up(
 
 async def _runs(admin: Admin, app: str, kind: KeptBy) -> dict[str, Run]:
     return timer_requests.read_runs(await consumer_records.entry(admin, timer_requests.runs_key(app), kind=kind))
-
-
-def _here() -> str:
-    """Return the user and the host of this process."""
-    try:
-        user = getpass.getuser()
-    except (ImportError, KeyError, OSError):  # a user without a name, as in a container
-        user = "unknown"
-    return f"{user}@{socket.gethostname()}"

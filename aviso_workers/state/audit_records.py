@@ -1,4 +1,4 @@
-"""What operators have done from the console, in a stream of its own.
+"""What operators have done, in a stream of its own: the actions of the console, and the dead letters that were erased.
 
 An action is recorded before it begins and again when it has ended, so that one that was broken off is seen as well: it
 has no end.
@@ -6,7 +6,7 @@ has no end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Literal
 
@@ -14,13 +14,16 @@ import msgspec
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import Message, read_json, store_time
+from aviso_workers.aviso.literals import printable
 from aviso_workers.config import Config, streams
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import DAY
 from aviso_workers.jetstream.specs import StreamSpec
+from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.state.own_streams import AUDIT
 
 SUBJECT = "aviso_workers.audit"
+ACTIONS = f"{SUBJECT}.actions"
 KEPT_DAYS = 400
 MAX_RECORDS = 100_000
 
@@ -45,6 +48,23 @@ class AuditRecord(Struct, frozen=True, kw_only=True):
     """The sequence of the record of its begin; None in that one."""
 
 
+class ErasedLetters(Struct, frozen=True, kw_only=True):
+    """Dead letters of an agent that are erased together."""
+
+    by: str
+    letters: tuple[tuple[int, str, int], ...]
+    """The sequence of each, and the stream and the sequence of its notification."""
+
+
+class Erased(Struct, frozen=True, kw_only=True):
+    """How the dead letter of a notification was erased."""
+
+    sequence: int
+    """Of the dead letter."""
+    by: str
+    time: datetime
+
+
 class RecordedAction(Struct, frozen=True, kw_only=True):
     """An action, with its end where that is recorded."""
 
@@ -58,12 +78,12 @@ class RecordedAction(Struct, frozen=True, kw_only=True):
 
 def stream_spec(config: Config) -> StreamSpec:
     """Return the stream of the records."""
-    return streams.own_stream(AUDIT, SUBJECT, config, max_age=KEPT_DAYS * DAY, max_msgs=MAX_RECORDS)
+    return streams.own_stream(AUDIT, f"{SUBJECT}.>", config, max_age=KEPT_DAYS * DAY, max_msgs=MAX_RECORDS)
 
 
 def message_of(record: AuditRecord) -> Message:
     """Return the message that stores a record."""
-    return Message(subject=SUBJECT, data=msgspec.json.encode(record))
+    return Message(subject=ACTIONS, data=msgspec.json.encode(record))
 
 
 def read(message: Message) -> AuditRecord | None:
@@ -87,3 +107,32 @@ def joined(messages: Iterable[Message]) -> list[RecordedAction]:
         else:  # it has begun, or its begin is not kept any more
             found[message.sequence] = RecordedAction(sequence=message.sequence, time=store_time(message), record=record)
     return sorted(found.values(), key=lambda each: -each.sequence)
+
+
+def erasures_of(app: str, agent: str) -> str:
+    """Return the subject of the records of dead letters of an agent that were erased."""
+    return f"{SUBJECT}.erased.{app}.{agent}"
+
+
+def erasures(by: str, dead_letters: Sequence[DeadLetter]) -> Iterator[Message]:
+    """Yield the messages that record that somebody erases dead letters, one for each agent."""
+    for app, agent in sorted({(each.app, each.agent) for each in dead_letters}):
+        letters = [
+            (each.sequence, each.stream, each.original.sequence)
+            for each in dead_letters
+            if (each.app, each.agent) == (app, agent)
+        ]
+        data = msgspec.json.encode(ErasedLetters(by=by, letters=tuple(letters)))
+        yield Message(subject=erasures_of(app, agent), data=data)
+
+
+def erased(message: Message, stream: str, sequence: int) -> Erased | None:
+    """Return how the dead letter of a notification was erased; None where the message does not record that."""
+    try:
+        record = read_json(message.data, ErasedLetters)
+    except UndecodableError:
+        return None
+    for letter, of_stream, of_sequence in record.letters:
+        if (of_stream, of_sequence) == (stream, sequence):
+            return Erased(sequence=letter, by=printable(record.by), time=store_time(message))
+    return None

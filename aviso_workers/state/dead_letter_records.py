@@ -35,6 +35,8 @@ RETRIES_ONCE_SECONDS = 3600
 """A retry that is broken off and repeated within this time is stored once."""
 RETRIED = "Aviso-Retried"
 """The header of what is tried again: which dead letter it was."""
+BY = "Aviso-Retried-By"
+"""The header of what is tried again: who has handed it back, where that is known."""
 COMPRESSED = "Aviso-Compressed"
 """The header of a message whose body holds the headers and the body of the original: how it is compressed."""
 HEADERS_END = b"\r\n\r\n"
@@ -138,12 +140,17 @@ def retry_subject(app: str, agent: str) -> str:
     return f"{RETRIES_SUBJECT}.{app}.{agent}"
 
 
-def retry_of(dead_letter: DeadLetter) -> tuple[Message, str, str]:
-    """Return the copy that hands a dead letter back to its agent, its message id, which is always the same, and its
-    stream.
+def retry_id(dead_letter: DeadLetter) -> str:
+    """Return the message id of the copy that hands a dead letter back, which is always the same."""
+    return f"{dead_letter.sequence}.{dead_letter.stored.timestamp_ns}"
+
+
+def retry_of(dead_letter: DeadLetter, by: str = "") -> tuple[Message, str, str]:
+    """Return the copy that hands a dead letter back to its agent, its message id and its stream. `by` is who does so;
+    empty where that is not known.
     """
-    message_id = f"{dead_letter.sequence}.{dead_letter.stored.timestamp_ns}"
-    headers = {**without(dead_letter.stored.headers, "Nats-"), RETRIED: message_id}
+    message_id = retry_id(dead_letter)
+    headers = {**without(dead_letter.stored.headers, "Nats-", BY), RETRIED: message_id} | ({BY: by} if by else {})
     subject = retry_subject(dead_letter.app, dead_letter.agent)
     copy = Message(subject=subject, data=dead_letter.stored.data, headers=headers)
     return copy, message_id, own_streams.of_app(RETRIES, dead_letter.app)

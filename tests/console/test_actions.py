@@ -13,11 +13,12 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import App, Reject
+from aviso_workers import Ack, App, Reject
 from aviso_workers.aviso.codec import Message
 from aviso_workers.config import Config
-from aviso_workers.console import audit, dead_letters, jobs
+from aviso_workers.console import dead_letters, jobs
 from aviso_workers.errors import OutcomeUnknownError, UnavailableError
+from aviso_workers.ops import audit
 from aviso_workers.state import orders, own_streams, timer_requests
 from aviso_workers.state.own_streams import AUDIT
 from aviso_workers.state.timer_requests import Run
@@ -117,7 +118,31 @@ async def test_all_dead_letters_of_a_filter_are_retried_as_a_job(
         assert "selection agent fails, error no such, last" in page
         await shown(client, "/dead-letters", f"{count} of {count} dead letters.", str(2 * count))
         await shown(client, "/audit", "retry-dead-letters", f"{count} of {count} handed back")
-        await shown(client, "/jobs/1", f"of these, by now {count} are dead letters again What")
+        again = f"of these, by now {count} are dead letters again; 0 of {count} are handled What"
+        await shown(client, "/jobs/1", again)
+
+
+async def test_a_job_says_that_all_are_handled(console: Served, app: App, running: Harness) -> None:
+    (fails,) = [agent for agent in app.agents if agent.name == "fails"]
+    mended = False
+    fails.on_error(ValueError)(lambda error: Ack() if mended else Reject(str(error)))
+    await publish(app, 3, 3, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters?agent=fails", "3 of 3 dead letters.")
+        mended = True
+        await confirmed(client, "retry-dead-letters", agent="fails")
+        await shown(client, "/jobs/1", "of these, by now 0 are dead letters again; 3 of 3 are handled")
+        handled = await shown(client, "/notification?name=mars@1", "field-index/fails handled handed back at 20")
+    assert " by anna, console, and settled since" in handled
+
+
+async def test_what_was_erased_from_the_console_says_by_whom(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await confirmed(client, "drop-dead-letters", agent="fails")
+        erased = await shown(client, "/notification?name=mars@1", "field-index/fails erased its dead letter 1 was ")
+    assert " by anna, console" in erased
 
 
 async def test_those_that_came_after_it_was_shown_are_left_alone(console: Served, app: App, running: Harness) -> None:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from aviso_workers import App, Notification, Notify
 from aviso_workers.config import Config
-from aviso_workers.console import notification_trail
+from aviso_workers.ops import story
 from aviso_workers.server import NatsServer
 from aviso_workers.state import asyncapi, consumer_records, declarations
 from aviso_workers.testing import Harness, harness
@@ -103,7 +103,7 @@ async def test_outputs_and_causes_lead_to_each_other(
         cause = await client.get("/notification?name=mars@2")
         none = text_of((await client.get("/notification?name=mars@1")).text)
         output = await client.get("/notification?name=INDEXED@1")
-        monkeypatch.setattr(notification_trail, "MAX_SCANNED", 1)
+        monkeypatch.setattr(story, "MAX_SCANNED", 1)
         cut = text_of((await client.get("/notification?name=mars@2")).text)
     assert re.findall(r'href="/notification\?name=(INDEXED[^"]*)"', cause.text) == ["INDEXED%401"]
     assert "INDEXED@1 catalogue/index indexed." in text_of(cause.text)

@@ -109,9 +109,9 @@ async def test_a_client_reads_what_the_pages_show(console: Served, app: App, run
     assert found["dead_letters"]["found"]["count"] == 1
     assert found["dead_letter"]["found"]["error"] == "ValueError: no such field <b>3</b>"
     assert SECRET in found["dead_letter"]["found"]["original"]["data"]
-    assert SECRET in found["notification"]["trail"]["message"]["data"]
-    fates = {fate["view"]["progress"]["agent"]: fate["state"] for fate in found["notification"]["trail"]["fates"]}
-    assert fates == {"fails": "dead letter", "index": "settled", "blocks": "blocked"}
+    assert SECRET in found["notification"]["story"]["message"]["data"]
+    fates = {fate["agent"]: fate["state"] for fate in found["notification"]["story"]["fates"]}
+    assert fates == {"fails": "dead letter", "index": "handled", "blocks": "blocked"}
     assert found["timers"]["timers"][0]["timer"] == "report"
     assert "MARS" in [row["stream"] for row in found["streams"]["streams"]]
     assert found["spark"]["runs"] == []

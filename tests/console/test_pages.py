@@ -165,12 +165,14 @@ async def test_a_notification_says_what_became_of_it_at_each_agent(console: Serv
     async with console.client() as client:
         await shown(client, "/agents?state=blocked", "1 of 3 agents.")
         page = await shown(client, "/notification?name=mars@1", "field-index/fails dead letter")
-        behind = await shown(client, "/notification?name=mars@2", "field-index/blocks in flight, or settled")
+        behind = await shown(
+            client, "/notification?name=mars@2", "field-index/blocks waits behind MARS@1 of the same key, "
+        )
         missing = await client.get("/notification?name=mars@77")
-    assert "field-index/index settled everything up to 2 is settled" in page
+    assert "field-index/index handled everything up to 2 is settled" in page
     assert "field-index/blocks blocked failed " in page
     assert "step 3" in page, "its identifier"
-    assert "field-index/fails settled" in behind
+    assert "field-index/fails handled" in behind
     assert missing.status_code == 404
 
 
@@ -353,10 +355,11 @@ async def test_the_last_deploys_are_shown_with_what_changed(console: Served, app
 
 
 async def test_a_lost_consumer_needs_somebody(console: Served, app: App, nats_server: NatsServer) -> None:
-    async with app.running():
-        await publish(app, 1)
-    await console.admin.delete_consumer("MARS", "field-index__index")
     async with console.client() as client:
+        async with app.running():
+            await publish(app, 1)
+            await shown(client, "/notification?name=mars@1", "field-index/index handled")
+        await console.admin.delete_consumer("MARS", "field-index__index")
         await shown(
             client, "/", "a worker makes it again, after sequence 1; the last one of MARS is 1", "consumer gone"
         )

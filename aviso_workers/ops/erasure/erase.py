@@ -8,7 +8,6 @@ messages. Copies outside of the streams of this account are not searched: see `E
 
 from __future__ import annotations
 
-import getpass
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
@@ -30,6 +29,7 @@ from aviso_workers.errors import (
     UnavailableError,
     UndecodableError,
 )
+from aviso_workers.ops import audit
 from aviso_workers.ops.aviso_admin import event_type_of
 from aviso_workers.ops.erasure import copies, deletion, records
 from aviso_workers.ops.erasure.copies import Matches, Wanted
@@ -367,7 +367,7 @@ class Eraser:
         return ErasureRecord(
             state="begun" if survey.findings else "nothing found",
             begun=datetime.now(UTC).isoformat(),
-            by=getpass.getuser(),
+            by=audit.this_user(),
             event_type=self._wanted.event_type,
             stream=self._wanted.stream,
             by_fields=self._wanted.fields,

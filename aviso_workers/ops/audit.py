@@ -1,10 +1,16 @@
-"""The record of what users do: kept in a stream before it is done, and again with what came of it."""
+"""The record of what operators do: kept in a stream before it is done, and again with what came of it.
+
+What is erased is recorded once, before it is: where it is still there, it was not erased.
+"""
 
 from __future__ import annotations
 
+import getpass
+import socket
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from datetime import datetime
 
 import anyio
 import structlog
@@ -18,7 +24,8 @@ from aviso_workers.errors import BackendError, DeniedError, RefusedError, descri
 from aviso_workers.events import Events
 from aviso_workers.ops import inventory
 from aviso_workers.state import audit_records
-from aviso_workers.state.audit_records import AuditRecord, RecordedAction
+from aviso_workers.state.audit_records import AuditRecord, Erased, RecordedAction
+from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.state.own_streams import AUDIT
 
 TIMEOUT_SECONDS = 10.0
@@ -34,6 +41,32 @@ class ActionResult(Struct, kw_only=True):
     state: audit_records.State = "done"
     sequence: int = 0
     """Of the record of its begin."""
+
+
+def this_user() -> str:
+    """Return the user and the host of this process."""
+    try:
+        user = getpass.getuser()
+    except (ImportError, KeyError, OSError):  # a user without a name, as in a container
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+async def erased(
+    admin: Admin, app: str, agent: str, notification: tuple[str, int], *, since: datetime
+) -> Erased | None:
+    """Return how the last dead letter of a notification, named by stream and sequence, was erased that an agent had;
+    None where none is recorded. It was stored at `since` or later. Raises `BackendError`.
+    """
+    if (info := await inventory.existing(admin.stream_info(AUDIT))) is None:
+        return None
+    found = None
+    subjects = (audit_records.erasures_of(app, agent),)
+    reading = admin.read(AUDIT, filter_subjects=subjects, start_time=since, last_sequence=info.last_sequence)
+    async with aclosing(reading):
+        async for message in reading:
+            found = audit_records.erased(message, *notification) or found
+    return found
 
 
 class Audit:
@@ -54,7 +87,7 @@ class Audit:
         end that cannot be stored is logged only.
         """
         begun = AuditRecord(who=who, action=action, of=of, selection=dict(selection or {}), state="begun")
-        result, patience = ActionResult(sequence=await self._store(begun)), END_SECONDS
+        result, patience = ActionResult(sequence=await self._store(audit_records.message_of(begun))), END_SECONDS
         try:
             yield result
         except anyio.get_cancelled_exc_class():
@@ -70,23 +103,30 @@ class Audit:
             end = structs.replace(begun, state=result.state, result=result.text, begun=result.sequence)
             with anyio.CancelScope(shield=True):  # also where the console ends meanwhile
                 try:
-                    await self._store(end, until=anyio.current_time() + patience)
+                    await self._store(audit_records.message_of(end), until=anyio.current_time() + patience)
                 except BackendError as error:
                     log.warning("console.end_not_recorded", action=action, error=describe(error))
+
+    async def erases(self, by: str, dead_letters: Sequence[DeadLetter]) -> None:
+        """Record that dead letters are about to be erased. Raises `BackendError`: then they are not to be."""
+        for message in audit_records.erasures(by, dead_letters):
+            await self._store(message)
 
     async def newest(self, count: int) -> list[RecordedAction]:
         """Return about so many of the newest actions, the newest first. Raises `BackendError`."""
         info = await inventory.existing(self._admin.stream_info(AUDIT))
         if info is None:
             return []  # it is made with the first action
-        first = max(info.first_sequence, info.last_sequence - 2 * count)
-        reading = self._admin.read(AUDIT, filter_subjects=(), start_sequence=first, last_sequence=info.last_sequence)
+        first = await inventory.start_of_newest(self._admin, AUDIT, info, (audit_records.ACTIONS,), 2 * count)
+        reading = self._admin.read(
+            AUDIT, filter_subjects=(audit_records.ACTIONS,), start_sequence=first, last_sequence=info.last_sequence
+        )
         async with aclosing(reading):
             return audit_records.joined([message async for message in reading])[:count]
 
-    async def _store(self, record: AuditRecord, *, until: float = 0.0) -> int:
+    async def _store(self, message: Message, *, until: float = 0.0) -> int:
         """Store a record, and try again where no server answers, until this time. Raises `BackendError`."""
-        message, message_id, tried = audit_records.message_of(record), uuid.uuid4().hex, 0
+        message_id, tried = uuid.uuid4().hex, 0
         while True:
             try:
                 return await self._publish(message, message_id)
@@ -102,3 +142,10 @@ class Audit:
         await self._streams.ensure(self._spec)
         ack = await self._admin.publish(message, message_id=message_id, stream=AUDIT, timeout_seconds=TIMEOUT_SECONDS)
         return ack.sequence
+
+
+class Operator(Struct, frozen=True):
+    """Who acts on a server, and where that is recorded."""
+
+    name: str
+    audit: Audit

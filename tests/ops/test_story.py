@@ -1,0 +1,203 @@
+"""The story of a notification in each of its lives, on a real server."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any
+
+import anyio
+import pytest
+
+from aviso_workers import App, Notification, Notify, RetryPolicy, Window, Windowing
+from aviso_workers.errors import NotFoundError
+from aviso_workers.events import Events
+from aviso_workers.ops import agent_control, agent_report, audit, snapshots, story
+from aviso_workers.ops.agent_control import AgentConsumer
+from aviso_workers.ops.audit import Audit, Operator
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.server import NatsServer
+from tests.contract.settings import app_config, mars
+from tests.waits import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.anyio
+
+ANNA = "anna@desk"
+
+
+class Broken:
+    """Whether the handlers fail."""
+
+    now = True
+
+
+@pytest.fixture
+def app(nats_server: NatsServer) -> App:
+    return App("field", config=app_config("jetstream", nats_server.url))
+
+
+async def fates(app: App, name: str) -> dict[str, tuple[str, str]]:
+    """What has become of a notification, by agent."""
+    admin = app.session.admin
+    before, now = await snapshots.take(admin), await snapshots.take(admin)
+    agents = await agent_report.of_server(admin, app.config, now, before)
+    told = await story.of(admin, app.config, name, agents, now)
+    return {each.agent: (each.state, each.why) for each in told.fates}
+
+
+async def until(app: App, name: str, agent: str, state: str) -> str:
+    """Why it is so, once a notification has come to this state at an agent."""
+    found: dict[str, tuple[str, str]] = {}
+    try:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while (found := await fates(app, name)).get(agent, ("", ""))[0] != state:  # noqa: ASYNC110
+                await anyio.sleep(0.1)  # no server announces it
+    except TimeoutError:
+        pytest.fail(f"{name} has not come to {state} at {agent}: {found}")
+    return found[agent][1]
+
+
+async def publish(app: App, *steps: int) -> None:
+    await app.notify_many(Notify("mars", mars(step=step, expver=f"{step:04}"), {}) for step in steps)
+
+
+async def letters(app: App, *, erase: bool = False) -> None:
+    """Hand all dead letters back, or erase them, as Anna does."""
+    admin = app.session.admin
+    stored = StoredDeadLetters(admin, events=Events(), operator=Operator(ANNA, Audit(admin, app.config)))
+    async with aclosing(stored.select(Selection())) as found:
+        chosen = [each async for each in found]
+    assert chosen
+    await (stored.drop if erase else stored.retry)(*chosen)
+
+
+async def test_what_is_handled_waits_and_is_not_for_an_agent(app: App) -> None:
+    async with App("publisher", config=app.config) as publisher:
+        await publish(publisher, 1)
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    @app.agent("mars", where={"class": "rd"})
+    async def research(notification: Notification[Any]) -> None: ...
+
+    @app.agent("mars", start="new")
+    async def alert(notification: Notification[Any]) -> None: ...
+
+    async with app.running():
+        assert "no dead letter of it is kept" in await until(app, "mars@1", "index", "handled")
+        assert "it reads mars.rd." in await until(app, "mars@1", "research", "not for it")
+        assert (await until(app, "mars@1", "alert", "settled")).startswith("its consumer begins at 2: ")
+        await agent_control.pause(app.session.admin, AgentConsumer(app="field", agent="index", stream="MARS"))
+        await publish(app, 2)
+        assert "the agent is paused: until it is resumed" in await until(app, "mars@2", "index", "waits")
+        await until(app, "mars@2", "alert", "handled")
+
+
+async def test_what_is_blocked_and_what_waits_behind_it(app: App) -> None:
+    @app.agent("mars", order_by=["class"], retry=RetryPolicy(first=0.02, attempts=None))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such field")
+
+    async with app.running():
+        await publish(app, 1, 2)
+        assert "ValueError: no such field" in await until(app, "mars@1", "index", "blocked")
+        behind = await until(app, "mars@2", "index", "waits behind")
+        assert behind == "MARS@1 of the same key, od, at which the agent is blocked: ValueError: no such field"
+
+
+async def test_what_is_tried_again(app: App) -> None:
+    @app.agent("mars", retry=RetryPolicy(first=60, attempts=3, jitter=0))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such field")
+
+    async with app.running():
+        await publish(app, 1)
+        assert await until(app, "mars@1", "index", "retrying") == "failed 1 times: ValueError: no such field"
+
+
+async def test_a_dead_letter_is_handed_back_and_handled_or_dead_again(app: App) -> None:
+    broken = Broken()
+
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        if broken.now:
+            raise ValueError("no such field")
+
+    agent = AgentConsumer(app="field", agent="index", stream="MARS")
+    async with app.running():
+        await publish(app, 1)
+        first = await until(app, "mars@1", "index", "dead letter")
+        assert first == "1: attempts_exhausted after 1 attempts: ValueError: no such field"
+        await letters(app)
+        assert (await until(app, "mars@1", "index", "dead letter")).startswith("again, 2: ")
+        await agent_control.pause(app.session.admin, agent)
+        await letters(app)
+        waits = await until(app, "mars@1", "index", "handed back")
+        assert f" by {ANNA}, and waits: its agent is paused until it is resumed" in waits
+        broken.now = False
+        await agent_control.resume(app.session.admin, agent)
+        handled = await until(app, "mars@1", "index", "handled")
+        assert handled.endswith(f" by {ANNA}, and settled since; it has not become a dead letter again")
+
+
+async def test_a_dead_letter_that_was_erased_is_not_handled(app: App) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        if notification.identifier["step"] == "1":
+            raise ValueError("no such field")
+
+    async with app.running():
+        await publish(app, 1, 2)
+        await until(app, "mars@1", "index", "dead letter")
+        await letters(app, erase=True)
+        assert "its dead letter 1 was erased at 20" in await until(app, "mars@1", "index", "erased")
+        assert (await fates(app, "mars@1"))["index"][1].endswith(f" by {ANNA}")
+        await until(app, "mars@2", "index", "handled")
+
+
+async def test_a_dead_letter_whose_erasing_cannot_be_recorded_stays(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such field")
+
+    async def refused(*_: object) -> None:
+        raise NotFoundError("the stream of the audit is not to be had")
+
+    async with app.running():
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "dead letter")
+        monkeypatch.setattr(audit.Audit, "erases", refused)
+        with pytest.raises(NotFoundError):
+            await letters(app, erase=True)
+        await until(app, "mars@1", "index", "dead letter")
+
+
+async def test_what_counts_in_a_window(app: App) -> None:
+    hourly = Windowing[int, Any](
+        size="1h", fold=lambda total, _: total + 1, initial=0, time=lambda _: datetime.now(UTC)
+    )
+
+    @app.agent("mars", window=hourly)
+    async def count(window: Window[int]) -> None: ...
+
+    async with app.running():
+        await publish(app, 1)
+        assert "it counts in the windows of the agent" in await until(app, "mars@1", "count", "counted")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mars@1", "the stream MARS begins at 2, and what was before that has expired, made room, or was purged"),
+        ("mars@3", "it was deleted or erased, has expired, or has made room for newer ones, since the stream keeps 1"),
+        ("mars@9", "the stream MARS ends at 4, and has never stored it"),
+    ],
+)
+async def test_what_is_not_stored_says_why_as_far_as_that_is_known(app: App, name: str, why: str) -> None:
+    async with app:
+        await publish(app, 1, 2, 3, 3)  # the last one replaces the one before, of its subject
+        await app.session.admin.delete_message("MARS", 1)
+        with pytest.raises(NotFoundError) as raised:
+            await fates(app, name)
+    assert why in str(raised.value)
