@@ -10,13 +10,13 @@ from msgspec import Struct
 
 from aviso_workers.aviso.schema import topic_of
 from aviso_workers.config import display
-from aviso_workers.console import dead_letters, notification_search, spark_applications
+from aviso_workers.console import dead_letters, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.ops import aviso_admin, story, stream_policy, timer_report, worker_health
 from aviso_workers.ops import doctor as doctor_
-from aviso_workers.ops import story, stream_policy, timer_report, worker_health
 from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.doctor import output
 from aviso_workers.ops.health import STATES, Judgement
@@ -250,7 +250,7 @@ async def notification(question: Question) -> Page:
             agents = [each.health for each in overview.agents]
             told = await story.of(admin, overview.config, name, agents, overview.snapshot)
         else:
-            found = await notification_search.search(admin, overview.config, name)
+            found = await aviso_admin.search(admin, overview.config, name)
     return Page("notification.html", name or "One notification", {"story": told, "found": found})
 
 

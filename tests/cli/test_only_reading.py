@@ -61,6 +61,7 @@ READING = {
     "new": ("fields",),
     "replay": ("mars", "--from-id", "1"),
     "report account": (),
+    "report notification": ("mars@1", "--seconds", "0.1"),
     "report mirrors": (),
     "report streams": ("--seconds", "0.1"),
     "server render": ("--profile", "development"),

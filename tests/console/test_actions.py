@@ -24,6 +24,7 @@ from aviso_workers.state.own_streams import AUDIT
 from aviso_workers.state.timer_requests import Run
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, confirmed, hidden_fields, publish, served, shown, text_of
+from tests.waits import PATIENCE_SECONDS
 
 DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "field-index")
 RETRIES = own_streams.of_app(own_streams.RETRIES, "field-index")
@@ -346,6 +347,7 @@ async def test_a_job_tells_what_has_failed_again_and_reads_only_what_is_new(
 
     reading = console.admin.read
     monkeypatch.setattr(console.admin, "read", read)
+    monkeypatch.setattr(dead_letters, "LOOK_SECONDS", PATIENCE_SECONDS)
     await publish(app, 3, 3, 3)
     async with console.client() as client:
         await shown(client, "/dead-letters?agent=fails", "3 of 3 dead letters.")

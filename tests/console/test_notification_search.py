@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from aviso_workers import App
-from aviso_workers.console import notification_search
-from aviso_workers.ops import inventory
+from aviso_workers.ops import aviso_admin, inventory
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, publish, shown, text_of
 
@@ -50,7 +49,7 @@ async def test_only_a_part_of_a_long_stream_is_read(
 ) -> None:
     monkeypatch.setattr(inventory, "SPAN", 5)
     await publish(app, *(1 if place in rare else 2 for place in range(121)))
-    found = await notification_search.search(console.admin, console.config, "mars step=1")
+    found = await aviso_admin.search(console.admin, console.config, "mars step=1")
     wanted = [f"MARS@{place + 1}" for place in rare][::-1]
     assert (found.count, [each.name for each in found.newest]) == (len(wanted), wanted[:20])
 
@@ -66,5 +65,5 @@ async def test_the_newest_are_found_while_others_come(
     monkeypatch.setattr(inventory, "SPAN", 5)
     await publish(app, *[1] * 30)
     monkeypatch.setattr(console.admin, "count", count)
-    found = await notification_search.search(console.admin, console.config, "mars step=1")
+    found = await aviso_admin.search(console.admin, console.config, "mars step=1")
     assert len(found.newest) == 20
