@@ -181,9 +181,9 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
 @declare("JS044", State.FAIL, needs=("account", "monitoring", "streams")).says(
     "Servers are healthy and have a meta leader",
     why="Without a leader of the meta group, no stream or consumer can be created, changed or listed.",
-    cure="Read the server's log. Start the servers that are down (`aviso-workers server start`, or the site's "
-    "supervisor), and restart one that has turned JetStream off, when its disk has space. Of three servers, two must "
-    "run.",
+    cure="Read the server's log. Start the servers that are down (`aviso-workers server start --nodes COUNT`, with the "
+    "number of all servers, or the site's supervisor), and restart one that has turned JetStream off, when its disk "
+    "has space. Of three servers, two must run.",
 )
 def health(facts: Facts) -> Iterator[Finding]:
     """The check fails when one of these holds: `/healthz` reports an error; JetStream's API or a monitoring port that
