@@ -101,7 +101,7 @@ def test_the_account_loses_jetstream_and_gets_it_back(tmp_path: Path, run: Run) 
         seen = cluster.eventually(lambda seen: seen.state("JS044") is State.FAIL)
         finding = seen.findings("JS044")["JetStream's API"]
         assert "JetStream is off for the account (JetStream 10039)" in finding.found
-        assert finding.cure.startswith("Set server.accounts.NAME.jetstream for the account")
+        assert finding.cure.startswith("Set server.accounts.NAME.jetstream.enabled: true for the account")
         said = run("streams", "ls", "-c", tmp_path / "config.yaml").err
         assert "JetStream is off for the account" in said
 

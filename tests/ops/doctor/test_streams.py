@@ -141,8 +141,11 @@ def test_a_stream_of_one_copy(broken: Seen) -> None:
     assert broken.found("JS003")["LIMITED"] == "num_replicas 1"  # three copies: test_cluster
     cures = {where: finding.cure for where, finding in broken.findings("JS003").items()}
     assert cures["LIMITED"].startswith("Set streams.LIMITED.num_replicas: 3")
-    assert cures[DEAD_LETTERS].endswith(f"start a worker that uses {DEAD_LETTERS}.")
-    assert "start a worker that uses KV_state__table__index. If no worker uses it" in cures["KV_state__table__index"]
+    assert cures[DEAD_LETTERS].endswith(f"start a worker that uses {DEAD_LETTERS} (`aviso-workers worker MODULE:APP`).")
+    assert (
+        "uses KV_state__table__index (`aviso-workers worker MODULE:APP`). If no worker uses it"
+        in cures["KV_state__table__index"]
+    )
 
 
 @pytest.mark.covers("001-35", "002-78")

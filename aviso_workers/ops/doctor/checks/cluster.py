@@ -130,8 +130,9 @@ def skewed_leaders(facts: Facts) -> Iterator[Finding]:
 @Declaration("JS039", needs=("account",)).says(
     "The account is not near its limits",
     why="At its limits, the server refuses new streams and messages of the account.",
-    cure="Raise the limit (`server.accounts` of the configuration, then run `aviso-workers server render` and reload "
-    "the server), or remove unused streams. `aviso-workers report account` shows the limits and the use.",
+    cure="Raise max_storage, max_memory or max_streams in server.accounts.NAME.jetstream, run `aviso-workers server "
+    "render` and reload the server, or remove unused streams (`aviso-workers streams rm STREAM`). `aviso-workers "
+    "report account` shows the limits and the use.",
 )
 def account_use(facts: Facts) -> Iterator[Finding]:
     """The result is WARN from 80 % and FAIL from 95 % of a limit of storage, memory or streams, reservations included.
@@ -190,7 +191,8 @@ def unlimited_account(facts: Facts) -> Iterator[Finding]:
     why="An account with max_bytes_required refuses streams without max_bytes, as those of retries and "
     "delayed notifications are. Without these streams, dead letters cannot be retried, notifications cannot be "
     "delayed, and notifications that exceed max_deliver are not recorded.",
-    cure="Remove max_bytes_required from server.accounts.NAME.jetstream, or create {stream} by hand with a max_bytes.",
+    cure="Remove max_bytes_required from server.accounts.NAME.jetstream, run `aviso-workers server render` and reload "
+    "the server, or create {stream} by hand with a max_bytes.",
 )
 def own_streams_refused(facts: Facts) -> Iterator[Finding]:
     """The stream of dead letters has a limit of bytes only if `workers.dead_letters.max_bytes` is set."""

@@ -56,10 +56,11 @@ ENABLE = (
     "the server. In a cluster, at least one server needs JetStream."
 )
 ENABLE_ACCOUNT = (
-    "Set server.accounts.NAME.jetstream for the account, run `aviso-workers server render` and reload the servers. If "
-    "no stream has a leader afterwards, see JS017."
+    "Set server.accounts.NAME.jetstream.enabled: true for the account, run `aviso-workers server render` and reload "
+    "the servers. If no stream has a leader afterwards, see JS017."
 )
 RENDER = "in the configuration, then run `aviso-workers server render` and restart the server"
+RENDER_AND_RELOAD = "in the configuration, then run `aviso-workers server render` and reload the server"
 
 
 @declare("JS042", State.FAIL, needs=("records", "streams")).says(
@@ -147,8 +148,8 @@ def unserved(one: Monitored, _: Facts) -> Iterator[Found]:
     "A power cut loses few acknowledged messages",
     why="A nats-server acknowledges a message before it flushes the message to the disk. A power cut loses the "
     "messages in between.",
-    cure=f"Set server.jetstream.sync_always: true, or three replicas and server.jetstream.sync_interval: 10s, "
-    f"{RENDER}.",
+    cure="Set server.jetstream.sync_always: true and remove sync_interval, or set three replicas and "
+    f"server.jetstream.sync_interval: 10s, {RENDER}.",
 )
 def power_cut(facts: Facts) -> Iterator[Finding]:
     """The last lines of the report say what each stream survives, whatever the result.
@@ -180,9 +181,9 @@ def power_cut(facts: Facts) -> Iterator[Finding]:
 @declare("JS044", State.FAIL, needs=("account", "monitoring", "streams")).says(
     "Servers are healthy and have a meta leader",
     why="Without a leader of the meta group, no stream or consumer can be created, changed or listed.",
-    cure="Read the server's log. Start the servers that are down (`aviso-workers server start`, or the site's "
-    "supervisor), and restart one that has turned JetStream off, when its disk has space. Of three servers, two must "
-    "run.",
+    cure="Read the server's log. Start the servers that are down (`aviso-workers server start --nodes COUNT`, with the "
+    "number of all servers, or the site's supervisor), and restart one that has turned JetStream off, when its disk "
+    "has space. Of three servers, two must run.",
 )
 def health(facts: Facts) -> Iterator[Finding]:
     """The check fails when one of these holds: `/healthz` reports an error; JetStream's API or a monitoring port that
@@ -237,7 +238,8 @@ def _meta_group(server: str, meta: Cluster, *, known: list[str]) -> Iterator[Fin
 @declare("JS071", State.FAIL, needs=()).says(
     "The doctor's user has the rights that the checks need",
     why="The server denies requests of the doctor's user, so the checks that need them are skipped.",
-    cure="Run the doctor as a user with the rights that `aviso-workers server render --role operator` prints.",
+    cure="Run the doctor as a user with the rights that `aviso-workers server render --role operator` prints: put them "
+    "in server.accounts.NAME.users.USER, run `aviso-workers server render` and reload the server.",
 )
 def rights(facts: Facts) -> Iterator[Finding]:
     for need, denied in facts.denied.items():
@@ -379,8 +381,9 @@ def small_disk(one: Monitored, _: Facts) -> Iterator[Found]:
     "No stream with many publishes waits for sync_always",
     why="With sync_always, every write waits for the disk, which allows some hundred to some thousand messages a "
     "second.",
-    cure="Publish in batches (app.notify_many), or use three replicas with server.jetstream.sync_interval: 10s and "
-    f"without sync_always {RENDER}.",
+    cure="Use three replicas with server.jetstream.sync_interval: 10s and without sync_always "
+    f"{RENDER}. Or publish with app.notify_together, which waits for the disk once for all its notifications, and "
+    "accept the finding. app.notify_many waits for each notification.",
 )
 def slow_disk(stream: StreamInfo, facts: Facts) -> Iterator[Found]:
     """The check warns from 500 messages a second."""
@@ -417,7 +420,7 @@ def not_encrypted(facts: Facts) -> Iterator[Finding]:
     why="The server cuts off a client that reads too slowly, and the client has to connect again. At max_connections, "
     "no further client can connect.",
     cure="The server's log names the slow client (`Slow Consumer Detected`): give it more processes or smaller pulls. "
-    f"If connections run out, raise server.max_connections {RENDER}.",
+    f"If connections run out, raise server.max_connections {RENDER_AND_RELOAD}.",
 )
 def slow_clients(one: Monitored, facts: Facts) -> Iterator[Found]:
     """The check warns when a server cut off slow clients within the last day, or uses four fifths of its

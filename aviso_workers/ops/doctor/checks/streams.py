@@ -21,7 +21,9 @@ MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
 BY_KEY = "KV_"
 JETSTREAM = "notification_backend.jetstream"
 APPLY = "then run `aviso-workers streams apply`"
-OUR_REPLICAS = f"Set {JETSTREAM}.replicas: 3, and start a worker that uses {{stream}}."
+OUR_REPLICAS = (
+    f"Set {JETSTREAM}.replicas: 3, and start a worker that uses {{stream}} (`aviso-workers worker MODULE:APP`)."
+)
 DEAD_LETTERS_LIMIT = "Set workers.dead_letters.max_bytes, and start a worker."
 DEAD_LETTERS_FULL = (
     "`aviso-workers dead-letters ls` lists the dead letters. `aviso-workers dead-letters retry --app APP` returns them "
