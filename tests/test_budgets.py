@@ -15,7 +15,7 @@ BUDGETS = {
     "code of agents": 476,
     "code of cli": 3_031,
     "code of console": 1_501,
-    "code of ops": 8_087,
+    "code of ops": 8_088,
     "code of projects": 29,
     "code of server": 1_119,
     "code of spark": 3_193,
