@@ -61,7 +61,7 @@ async def list_consumers(
     partly = bool(now.unavailable or denied)
     print_rows(CONSUMERS, map(_consumer_row, rows), rows, none="no consumers", as_json=as_json, partly=partly)
     end_where_unavailable(now.unavailable, denied)
-    if any(row.stuck for row in rows):
+    if any(row.needs for row in rows):
         raise typer.Exit(1)
 
 

@@ -259,8 +259,8 @@ def _use_row(use: ResourceUse) -> tuple[str, ...]:
 
 
 def consumer_state(row: ConsumerRow) -> str:
-    """Return the state of a consumer as text: paused, or why it is stuck; empty where it is neither."""
-    return "paused" if row.paused else row.stuck
+    """Return the state of a consumer as text: what is wrong with it, or paused; empty where it is neither."""
+    return row.trouble or ("paused" if row.paused else "")
 
 
 def duration(seconds: float | None) -> str:

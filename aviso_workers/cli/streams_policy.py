@@ -21,6 +21,9 @@ from aviso_workers.jetstream.plans import ConsumerPlan, Plan
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import aviso_admin, permissions, stream_policy
 
+NONE_CONFIGURED = (
+    "no streams or consumers are configured; those of event types that are declared in Python need --app MODULE:APP"
+)
 PLAN = ("stream", "consumer", "step", "difference")
 POLICY = ("field", "configured", "effective", "as configured", "configured by")
 
@@ -184,7 +187,7 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan], *, as_json: bool = False)
             for limit in _unstated(found)
         ]
     documents = (dict(zip(PLAN, row, strict=True)) for row in rows)
-    print_rows(PLAN, rows, documents, none="no streams or consumers are configured", as_json=as_json)
+    print_rows(PLAN, rows, documents, none=NONE_CONFIGURED, as_json=as_json)
 
 
 def _unstated(plan: Plan | ConsumerPlan) -> tuple[str, ...]:

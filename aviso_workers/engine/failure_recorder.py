@@ -32,8 +32,6 @@ OBSERVED = (TaskFailed, Ticked, WindowDone)
 OVER_SECONDS = 60.0
 UNTIL_SUCCESS_SECONDS = 366 * 86400.0
 """A timer that failed has failed until it succeeds, however seldom it runs."""
-MAX_RETRYING = 100
-"""Notifications that are retried and are recorded: first those at which the agent is blocked, then those due next."""
 STALE = timedelta(days=1)
 """After so long without another attempt, the agent counts as blocked at a notification no more: no worker says what
 became of it."""
@@ -93,7 +91,7 @@ class LastFailures:
             known = found()
             noted.retrying[known.stream, known.sequence] = found
             self._settled.get(name, {}).pop((known.stream, known.sequence), None)  # it was handed back
-            if len(noted.retrying) > MAX_RETRYING:
+            if len(noted.retrying) > failure_records.MAX_RETRYING:
                 one_of_many = next((key for key, each in noted.retrying.items() if not each().blocked), None)
                 del noted.retrying[one_of_many or next(iter(noted.retrying))]
         self._changed.set()
@@ -207,10 +205,10 @@ def _merged(last: LastFailure, noted_at: datetime, before: LastFailure | None, n
     for each in before.retrying if before else ():
         if each.again_at + (STALE if each.blocked else timedelta()) > now:
             noted.setdefault((each.stream, each.sequence), each)
-    first = sorted(noted.values(), key=lambda each: (not each.blocked, each.again_at))
+    first = sorted(noted.values(), key=failure_records.rank)
     if before is not None:
         last = structs.replace(last, handled=before.handled)
-    return structs.replace(last, written=now, retrying=tuple(first[:MAX_RETRYING]))
+    return structs.replace(last, written=now, retrying=tuple(first[: failure_records.MAX_RETRYING]))
 
 
 def _without(

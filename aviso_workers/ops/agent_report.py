@@ -157,7 +157,7 @@ def _facts_of(
         stream=stream,
         now=recorded.time,
         stream_info=(info := _stream(now, stream)),
-        taken_by=_taken_by(now, record) if info is None and isinstance(record, ConsumerRecord) else "",
+        taken_by=_taken_by(now, record, info) if isinstance(record, ConsumerRecord) else "",
         events=events,
         retries=_consumer(now, own_streams.of_app(RETRIES, app), name),
         record=record,
@@ -212,17 +212,17 @@ def _workers_of(
     return found
 
 
-def _taken_by(now: ServerSnapshot, record: ConsumerRecord) -> str:
-    return next(
-        (
-            name
-            for name, info in now.streams.items()
-            if any(
-                subjects.overlap(one, other) for one in record.filter_subjects for other in info.config.subjects or ()
-            )
-        ),
-        "",
-    )
+def _taken_by(now: ServerSnapshot, record: ConsumerRecord, of: StreamInfo | Unknown | None) -> str:
+    """Return the stream that has the subjects of an agent, whose own stream `of` lacks them."""
+
+    def has(info: StreamInfo) -> bool:
+        return any(
+            subjects.overlap(one, other) for one in record.filter_subjects for other in info.config.subjects or ()
+        )
+
+    if isinstance(of, Unknown) or (of is not None and (has(of) or of.config.mirror or of.config.sources)):
+        return ""  # a copy gets its messages from where the subjects are
+    return next((name for name, info in now.streams.items() if has(info)), "")
 
 
 def declared(config: Config, apps: Mapping[str, AppDeclarations]) -> list[Key]:

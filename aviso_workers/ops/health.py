@@ -24,7 +24,7 @@ from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops.agent_control import end_text
 from aviso_workers.state import consumer_records
 from aviso_workers.state.consumer_records import ConsumerRecord
-from aviso_workers.state.failure_records import WRITE_SECONDS, LastFailure, Retrying
+from aviso_workers.state.failure_records import MAX_RETRYING, WRITE_SECONDS, LastFailure, Retrying
 from aviso_workers.state.worker_records import AtWork, WorkerRecord
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class AgentFacts(Struct, frozen=True, kw_only=True):
     stream_info: StreamInfo | Unknown | None
     """None where there is no such stream."""
     taken_by: str = ""
-    """The stream that has its subjects now; empty where it is none, or not known."""
+    """Another stream that has its subjects now; empty where its own has them, none has, or that is not known."""
     events: ConsumerInfo | Unknown | None
     """The consumer of its events; None where it has none."""
     retries: ConsumerInfo | Unknown | None = None
@@ -73,7 +73,7 @@ class AgentFacts(Struct, frozen=True, kw_only=True):
     deployed: datetime | None = None
     """When a worker of its app last started with other code."""
     oldest_pending: datetime | None = None
-    """When the first message was stored behind what was delivered; None where that is not known."""
+    """When the first notification was stored that was not delivered yet; None where that is not known."""
     dead_letters: int | None = 0
     """Dead letters that are kept, of all its streams; None where our user may not ask for them."""
 
@@ -182,6 +182,7 @@ def judge(facts: AgentFacts) -> Judgement:
             not_known.setdefault(str(error), []).append(name)
     may_be_paused = PAUSED in true or any(PAUSED in names for names in not_known.values())
     state = next((name for name in true if not (may_be_paused and name in MASKED)), "")
+    troubles = [f"{name}: {said}" for name, (_, said) in true.items() if name in BY_NAME or name == PAUSED]
     unknown = [
         f"not known, since {why}: whether it is {', '.join(of)}"
         for why, names in not_known.items()
@@ -189,11 +190,10 @@ def judge(facts: AgentFacts) -> Judgement:
     ]
     if unknown and state not in BY_NAME:
         seems = [f"it seems {state}"] if state else []
-        return Judgement(state=UNKNOWN, why="; ".join(seems + unknown), needs=True, cure=CURES[UNKNOWN])
+        why = "; ".join(seems + unknown)
+        return Judgement(state=UNKNOWN, why=why, needs=True, also=tuple(troubles), cure=CURES[UNKNOWN])
     since, why = true[state]
-    also = [
-        f"{name}: {said}" for name, (_, said) in true.items() if name != state and (name in BY_NAME or name == PAUSED)
-    ]
+    also = [said for said in troubles if not said.startswith(f"{state}: ")]
     if (condition := BY_NAME.get(state)) is None:
         return Judgement(state=state, since=since, why=why, also=tuple(also))
     needs = since is None or (facts.now - since).total_seconds() >= condition.patience
@@ -270,10 +270,12 @@ def _quiet_since(consumers: list[ConsumerInfo]) -> datetime | None:
 
 
 def _stream_gone(a: AgentFacts) -> Found:
-    if known(a.stream_info) is not None or (record := known(a.record)) is None or record.removed:
+    info, record = known(a.stream_info), known(a.record)
+    if record is None or record.removed or (info is not None and not a.taken_by):
         return None
+    gone = f"its stream {a.stream} is gone" if info is None else f"its stream {a.stream} lacks its subjects"
     taken = f"; its subjects are those of {a.taken_by} now" if a.taken_by else ""
-    return None, f"its stream {a.stream} is gone{taken}; it was settled up to sequence {record.ack_floor}"
+    return None, f"{gone}{taken}; it was settled up to sequence {record.ack_floor}"
 
 
 def _consumer_gone(a: AgentFacts) -> Found:
@@ -323,6 +325,8 @@ def _no_worker(a: AgentFacts) -> Found:
     if not look.lag or look.is_asked or look.moves:
         return None
     since = _quiet_since(look.now)
+    if since is not None and a.oldest_pending is not None:
+        since = max(since, a.oldest_pending)  # before that, it needed no worker
     if any(each.num_ack_pending for each in look.now):
         record = known(a.record)
         takes = _longest_seconds(look.now[0], record)
@@ -370,11 +374,15 @@ def _blocked(a: AgentFacts) -> Found:
     failure = known(a.failure)
     if known(a.events) is None or failure is None or not (found := [each for each in a.retrying if each.blocked]):
         return None
-    first = found[0]
+    first = min(found, key=lambda each: (each.stream, each.sequence))
     key, behind = (f" (key {first.key})" if first.key else ""), sum(each.behind for each in found)
     waits = f", {behind} wait behind {'it' if len(found) == 1 else 'them'}" if behind else ""
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    more = f" and {_others(len(found), len(a.retrying))}" if len(found) > 1 else ""
     return failure.since, f"at {first.stream}@{first.sequence}{key}{more}{waits}: {first.error}"
+
+
+def _others(count: int, recorded: int) -> str:
+    return f"at least {count - 1} more" if recorded >= MAX_RETRYING else f"{count - 1} more"
 
 
 def _two_programs(a: AgentFacts) -> Found:
@@ -399,7 +407,8 @@ def _failing(a: AgentFacts) -> Found:
         return None  # the calls of the time before it was known to be away
     if not a.retrying and not failure.of_window and failure.handled is not None and failure.handled >= failure.last:
         return None
-    retried = f"; {len(a.retrying)} are tried again" if a.retrying else ""
+    count = len(a.retrying)
+    retried = f"; {count}{' or more' if count >= MAX_RETRYING else ''} are tried again" if count else ""
     return failure.since, f"{failing_text(failure)}{retried}"
 
 
@@ -414,7 +423,7 @@ def _behind(a: AgentFacts) -> Found:
     if a.pending < CATCHES_UP or look.lag <= sum(each.lag for each in look.before):
         return None
     known(a.workers)
-    return a.oldest_pending or a.now, f"{look.lag} wait, more than before; {len(a.at_work)} workers handle it"
+    return a.oldest_pending or a.now, f"{look.lag} wait, more than before; {len(a.at_work)} workers run"
 
 
 def _paused(a: AgentFacts) -> Found:
@@ -464,7 +473,8 @@ CONDITIONS = (
         name="stream gone",
         holds=_stream_gone,
         patience=0,
-        cure="`aviso-workers streams apply` makes the stream again; or give it back its subjects.",
+        cure="If another stream has its subjects, take them from that one. Then `aviso-workers streams apply`, with "
+        "`--app MODULE:APP` where its event type is declared in Python, makes the stream again with its subjects.",
     ),
     Condition(
         name="consumer gone",

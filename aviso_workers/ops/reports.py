@@ -89,8 +89,10 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
     last_settled: datetime | None
     """The time of the last acknowledgement; None where there was none since its server was started."""
     paused: bool
-    stuck: str
-    """Why somebody should look at it; empty where nobody needs to. Of a consumer of an agent it says how that is."""
+    trouble: str
+    """What is wrong with it; empty where nothing is. Of a consumer of an agent it says how that is."""
+    needs: bool
+    """Whether somebody should look at it."""
 
     @property
     def lag(self) -> int:
@@ -183,7 +185,8 @@ def _consumer_row(
         deliveries=found.deliveries,
         last_settled=found.last_settled,
         paused=found.paused,
-        stuck=why_stuck(found, known) if agent is None else agent.text if agent.needs else "",
+        trouble=why_stuck(found, known) if agent is None else agent.text if agent.is_trouble else "",
+        needs=bool(why_stuck(found, known)) if agent is None else agent.needs,
     )
 
 

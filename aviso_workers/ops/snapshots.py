@@ -6,6 +6,7 @@ hundreds at a time, and some for the records. Which streams are looked at, the s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -102,22 +103,31 @@ async def _listed(admin: Admin, stream: str) -> Listing[StreamInfo]:
 async def oldest_pending(
     admin: Admin, consumers: Mapping[tuple[str, str], ConsumerInfo]
 ) -> dict[tuple[str, str], datetime]:
-    """Return when the first message was stored behind what an agent was delivered, by stream and consumer, of the
-    `MOST_ASKED` agents with the most that waits. Raises `DeniedError`.
+    """Return when the first notification was stored that an agent was not delivered yet, by stream and consumer, of
+    those with many that wait, or of which nobody asks for any. `MOST_ASKED` messages are looked at. Raises
+    `DeniedError`.
     """
-    waiting = [(each.num_pending, key) for key, each in consumers.items() if agent_inventory.agent_of(key[1])]
-    behind = sorted((pending, key) for pending, key in waiting if pending >= CATCHES_UP)[-MOST_ASKED:]
+    agents: dict[tuple[str, int, str], list[tuple[str, str]]] = defaultdict(list)
+    for key, each in consumers.items():
+        if (
+            agent_inventory.agent_of(key[1])
+            and each.num_pending
+            and (each.num_pending >= CATCHES_UP or not each.num_waiting)
+        ):
+            (wanted,) = each.config.filters if len(each.config.filters) == 1 else (">",)
+            agents[key[0], each.position + 1, wanted].append(key)
     found: dict[tuple[str, str], datetime] = {}
 
-    async def ask(key: tuple[str, str]) -> None:
+    async def ask(stream: str, sequence: int, wanted: str) -> None:
         with suppress(NotFoundError, UnavailableError):
-            message = await admin.message(key[0], consumers[key].position + 1, next_by_subject=">")
+            message = await admin.message(stream, sequence, next_by_subject=wanted)
             if message is not None:
-                found[key] = datetime.fromtimestamp(message.timestamp_ns / SECOND, UTC)
+                stored = datetime.fromtimestamp(message.timestamp_ns / SECOND, UTC)
+                found.update(dict.fromkeys(agents[stream, sequence, wanted], stored))
 
     async with task_group() as asking:  # a server waits for a leader that does not answer
-        for _, key in behind:
-            asking.start_soon(ask, key)
+        for one in sorted(agents, key=lambda one: -max(consumers[key].num_pending for key in agents[one]))[:MOST_ASKED]:
+            asking.start_soon(ask, *one)
     return found
 
 

@@ -11,7 +11,7 @@ Nothing depends on these records. Where the bucket cannot be written, the next f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Literal
 
 from msgspec import Struct, structs
@@ -26,6 +26,9 @@ from aviso_workers.state import consumer_records
 
 Kind = Literal["agents", "timers", "tasks"]
 WRITE_SECONDS = 5.0
+MAX_RETRYING = 100
+"""Notifications that are retried and are recorded: first those at which the agent is blocked, in the order of their
+streams, then those due next."""
 SLOW_WRITE = timedelta(seconds=2)
 """A write takes less: what was stored so much before or after it was written was written by a clock that is wrong."""
 
@@ -59,6 +62,12 @@ class Retrying(Struct, frozen=True, kw_only=True):
 def is_blocked(failures: int, attempts: int | None) -> bool:
     """Return whether an agent of so many attempts is blocked at a notification that has failed so often."""
     return attempts is None and failures >= USUAL_ATTEMPTS
+
+
+def rank(retrying: Retrying) -> tuple[bool, str, int, datetime]:
+    """Return what is recorded first, as a key to sort by."""
+    of = (retrying.stream, retrying.sequence) if retrying.blocked else ("", 0)
+    return not retrying.blocked, *of, retrying.again_at
 
 
 class LastFailure(Struct, frozen=True, kw_only=True):

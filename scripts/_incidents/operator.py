@@ -142,7 +142,7 @@ class Operator:
 
     def _of_consumers(self, app: str, stream: str) -> Said:
         rows = self._rows("consumers", "ls", stream, "--seconds", "1")
-        names = {row["consumer"]: bool(row["stuck"]) for row in rows}
+        names = {row["consumer"]: row["needs"] for row in rows}
         return {name.removeprefix(f"{app}__"): {"needs": stuck} for name, stuck in names.items()}
 
     def doctors_words(self) -> str:

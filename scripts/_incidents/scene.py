@@ -27,7 +27,7 @@ from aviso_workers.server.processes import free_ports
 SCRIPTS = Path(__file__).parents[1]
 TARGET = "_incidents.agents:app"
 PROMETHEUS = Path(sys.executable).with_name("prometheus")
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 240.0
 BETWEEN_SECONDS = 0.1
 HOLD = "2s"
 """In place of the minutes for which a rule must hold; more than one answer that comes late on a busy machine."""

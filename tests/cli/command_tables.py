@@ -134,7 +134,8 @@ CONSUMERS = [
         deliveries=1_000_000,
         last_settled=None,
         paused=False,
-        stuck="",
+        trouble="",
+        needs=False,
     ),
     ConsumerRow(
         stream="DISS",
@@ -147,7 +148,8 @@ CONSUMERS = [
         deliveries=0,
         last_settled=None,
         paused=False,
-        stuck="3 pending, and no worker pulls them",
+        trouble="3 pending, and no worker pulls them",
+        needs=True,
     ),
 ]
 STREAMS = [

@@ -109,7 +109,7 @@ def test_the_tables_of_the_commands_are_those_that_were_read_and_kept() -> None:
         ),
         (
             ConsumerRow,
-            "stream consumer filters pending ack_pending redelivered rate deliveries last_settled paused stuck",
+            "stream consumer filters pending ack_pending redelivered rate deliveries last_settled paused trouble needs",
         ),
         (
             StreamRow,

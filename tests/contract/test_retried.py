@@ -15,7 +15,7 @@ from aviso_workers.ops import retried
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.agent_report import AgentHealth
 from aviso_workers.ops.retried import Answer
-from aviso_workers.state import failure_counts, orders
+from aviso_workers.state import failure_counts, failure_records, orders
 from aviso_workers.state.failure_counts import Taken
 from aviso_workers.state.failure_records import Retrying
 from aviso_workers.state.orders import Decides
@@ -215,9 +215,8 @@ async def test_one_whose_dependency_is_away_is_tried_again(
 async def test_more_are_retried_than_are_listed(
     app: App, url: str | None, handled: Handled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from aviso_workers.engine import failure_recorder
 
-    monkeypatch.setattr(failure_recorder, "MAX_RETRYING", 2)
+    monkeypatch.setattr(failure_records, "MAX_RETRYING", 2)
     handled.broken = set(range(6))
 
     @app.agent("mars", retry=LONG)

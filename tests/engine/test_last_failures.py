@@ -12,7 +12,6 @@ import pytest
 from aviso_workers import config
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.clocks import VirtualClock
-from aviso_workers.engine import failure_recorder
 from aviso_workers.engine.failure_recorder import OVER_SECONDS, LastFailures
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import TaskFailed, Ticked, WindowDone
@@ -149,7 +148,7 @@ async def test_those_that_are_due_next_are_kept_of_very_many(backend: InMemoryBa
     for sequence in range(200):
         failures.note("agents", "index", raised("a"), again_in_seconds=sequence, retrying=retrying(sequence))
     await failures.write()
-    assert len((await recorded(backend)).retrying) == failure_recorder.MAX_RETRYING
+    assert len((await recorded(backend)).retrying) == failure_records.MAX_RETRYING
 
 
 async def test_those_at_which_an_agent_is_blocked_are_kept_before_all_others(
@@ -165,7 +164,7 @@ async def test_those_at_which_an_agent_is_blocked_are_kept_before_all_others(
     await failures.write()
     found = (await recorded(backend)).retrying
     assert [each.sequence for each in found[:2]] == [1000, 1001]
-    assert len(found) == failure_recorder.MAX_RETRYING
+    assert len(found) == failure_records.MAX_RETRYING
 
     await pass_time(backend, 700)  # their next attempt runs
     failures.note("agents", "index", raised("a"), again_in_seconds=1, retrying=retrying(2000))

@@ -95,7 +95,7 @@ ROWS: dict[str, tuple[AgentFacts, str, bool, str]] = {
         ),
         "behind",
         True,
-        "1 workers handle it",
+        "1 workers run",
     ),
     "its stream is gone": (facts(**NO_STREAM, workers=()), "stream gone", True, "up to sequence 9"),
     "its subjects are those of another stream": (
@@ -103,6 +103,12 @@ ROWS: dict[str, tuple[AgentFacts, str, bool, str]] = {
         "stream gone",
         True,
         "its subjects are those of OTHER now",
+    ),
+    "its stream is there, and another one has its subjects": (
+        facts(taken_by="OTHER"),
+        "stream gone",
+        True,
+        "its stream MARS lacks its subjects; its subjects are those of OTHER now",
     ),
     "its stream was made again, and no worker runs": (
         facts(**GONE, stream_info=stream(created=800), workers=()),
@@ -130,6 +136,14 @@ ROWS: dict[str, tuple[AgentFacts, str, bool, str]] = {
         "at rest",
         False,
         "no worker runs",
+    ),
+    "no worker, and what waits has come just now": (
+        facts(
+            events=consumer(num_pending=9, num_waiting=0, quiet=900), retries=None, workers=(), oldest_pending=ago(2)
+        ),
+        "no worker",
+        False,
+        "9 wait",
     ),
     "no worker, and something waits": (facts(events=QUIET, retries=None, workers=()), "no worker", True, "848 wait"),
     "a worker lives and asks for nothing": (facts(events=QUIET, retries=None), "no worker", True, "w1 lives and asks"),
@@ -443,6 +457,23 @@ def test_no_calm_word_hides_a_trouble_and_none_is_invented_where_facts_are_not_k
         assert truth.state in BY_NAME, (truth.text, said.text)
         assert ORDER.index(said.state) > ORDER.index(truth.state), (truth.text, said.text)
     assert {*ORDER, *CALM} - seen <= {"unknown"}, "each state came"
+
+
+def test_what_a_pause_that_is_not_known_may_explain_is_told() -> None:
+    found = judge(facts(events=Unknown("our user may not ask"), failure=failure()))
+
+    assert found.state == "unknown"
+    assert [each.partition(":")[0] for each in found.also] == ["failing"]
+
+
+def test_of_more_than_are_recorded_it_is_said_that_there_may_be_more() -> None:
+    many = tuple(retried(sequence, blocked=True, attempts=None) for sequence in range(199, 99, -1))
+    found = judge(facts(facts(**BUSY), **BUSY, failure=failure(retrying=many)))
+
+    assert (found.state, found.why.partition(" (")[0].partition(":")[0]) == (
+        "blocked",
+        "at MARS@100 and at least 99 more",
+    )
 
 
 def test_times_are_by_the_servers_clock() -> None:

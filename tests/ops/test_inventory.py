@@ -153,7 +153,7 @@ def test_consumers_are_listed_and_shown(run: Run, config: Path, publish: Publish
     publish("orders.new", "orders.paid")
     command = ("consumers", "ls", "ORDERS", "--seconds", "0.1")
     ran = run(*command, "--json", "--config", config)
-    found = {row["consumer"]: (row["filters"], row["pending"], row["stuck"]) for row in map(json.loads, ran.lines)}
+    found = {row["consumer"]: (row["filters"], row["pending"], row["trouble"]) for row in map(json.loads, ran.lines)}
     assert (ran.code, found) == (
         1,
         {

@@ -98,7 +98,7 @@ async def test_a_lag_that_shrinks_is_gone_some_time(place: Place) -> None:
         await place.settle("MARS", "client")
     now = structs.replace(await place.look(), at=before.at + 2)
     row = consumer_row(now, before)
-    assert (row.pending, row.lag, row.rate, row.drain_seconds, row.stuck) == (6, 6, -2.0, 3.0, "")
+    assert (row.pending, row.lag, row.rate, row.drain_seconds, row.trouble) == (6, 6, -2.0, 3.0, "")
 
 
 async def test_a_lag_that_grows_is_never_gone(place: Place) -> None:
@@ -108,7 +108,7 @@ async def test_a_lag_that_grows_is_never_gone(place: Place) -> None:
     await place.publish("MARS", 10)
     row = consumer_row(structs.replace(await place.look(), at=before.at + 2), before)
     assert (row.lag, row.rate, row.drain_seconds) == (10, 5.0, None)
-    assert not row.stuck, "what has just come is not stuck"
+    assert not row.trouble, "what has just come is not stuck"
 
 
 async def test_what_nobody_takes_is_stuck(place: Place) -> None:
@@ -116,7 +116,7 @@ async def test_what_nobody_takes_is_stuck(place: Place) -> None:
     await place.consumer("MARS", "client")
     await place.publish("MARS", 1)
     row = consumer_row(later(await place.look(), 1), await place.look())
-    assert row.stuck == "1 pending, and no client pulls them"
+    assert row.trouble == "1 pending, and no client pulls them"
 
 
 async def test_what_was_delivered_just_now_is_not_stuck(place: Place) -> None:
@@ -125,7 +125,7 @@ async def test_what_was_delivered_just_now_is_not_stuck(place: Place) -> None:
     await place.consumer("MARS", "slow", ack_wait=30_000_000_000)
     await place.settle("MARS", "slow", b"+WPI")
     look = await place.look()
-    assert not consumer_row(later(look, 1), look).stuck
+    assert not consumer_row(later(look, 1), look).trouble
 
 
 async def test_a_consumer_of_an_agent_says_how_the_agent_is(place: Place) -> None:
@@ -149,7 +149,7 @@ async def test_a_consumer_of_an_agent_says_how_the_agent_is(place: Place) -> Non
     assert consumer.last_settled, "the second one was just now"
     known = structs.replace(look.recorded, consumers={("MARS", "index__field"): record})
     recorded = structs.replace(look, recorded=known)
-    assert consumer_row(recorded, recorded).stuck == (
+    assert consumer_row(recorded, recorded).trouble == (
         "stuck: 1 are delivered and not finished, the oldest after sequence 0"
     )
 
@@ -160,7 +160,7 @@ async def test_what_is_paused_is_not_stuck(place: Place) -> None:
     await place.consumer("MARS", "client", pause_until="2099-01-01T00:00:00Z")
     look = await place.look()
     row = consumer_row(later(look, 1), look)
-    assert (row.paused, row.stuck) == (True, "")
+    assert (row.paused, row.trouble) == (True, "")
 
 
 async def test_those_that_lag_behind_most_come_first(place: Place) -> None:
