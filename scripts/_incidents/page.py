@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from _incidents.book import Outcome
 from _incidents.situations import SITUATIONS
 
 PAGE = Path(__file__).parents[2] / "docs/operations/incidents.md"
+HERE = socket.gethostname()
 PROCESS = re.compile(r"\b[\w.-]+/\d+(?=: )")
 NUMBER = re.compile(r"(?<![\w.])\d{1,4}(?!\w)")
 """A number that differs from run to run; JetStream's codes have five digits."""
@@ -72,5 +74,5 @@ def _answer(name: str, answer: str) -> str:
 
 def _general(name: str, said: str) -> str:
     """Return the text without what is of this run or of this situation only."""
-    said = PROCESS.sub("HOST/N", said)
+    said = PROCESS.sub("HOST/N", said).replace(f"{HERE}/", "HOST/").replace(f"on {HERE}", "on HOST")
     return NUMBER.sub("N", said.replace(name.upper(), "STREAM").replace(name, "APP")).replace("|", "\\|")
