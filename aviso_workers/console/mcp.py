@@ -166,13 +166,12 @@ def _plain(value: Any, payloads: bool) -> Any:
 
 def _listed(view: AgentView) -> dict[str, Any]:
     """Return what lists show of an agent. What its state is judged from has thousands of characters."""
-    row = view.health.row
+    row, counts = view.health.row, (*COUNTS, "lag") if view.health.is_counted else ()
     return {
         **structs.asdict(row),
-        **{name: getattr(view, name) for name in COUNTS},
+        **{name: getattr(view, name) for name in counts},
         "why": row.why[:MAX_WHY],
         "also": "; ".join(row.also)[:MAX_WHY],
-        "lag": view.progress.lag,
         "workers": len(view.workers),
         "unfinished_since": view.unfinished_since,
     }

@@ -69,8 +69,12 @@ class AgentView(Struct, frozen=True, kw_only=True):
         return "; ".join(filter(None, (self.judgement.why, *self.judgement.also)))
 
     @property
+    def lag(self) -> int:
+        return self.progress.lag
+
+    @property
     def lag_rate(self) -> float:
-        return self.health.lag_rate
+        return self.health.lag_rate or 0.0
 
     @property
     def handled_rate(self) -> float:
