@@ -77,10 +77,11 @@ def _show_streams(app: App, now: ServerSnapshot) -> None:
 
 def _show_agents(app: App, agents: list[AgentHealth], now: ServerSnapshot) -> None:
     def show(name: str, help: str, read: Callable[[AgentHealth], float | None]) -> None:
-        values: dict[tuple[str, ...], float] = {}
-        for each in agents:
-            if (value := read(each)) is not None:
-                values[each.facts.app, each.facts.agent, each.facts.stream] = value
+        values: dict[tuple[str, ...], float] = {
+            (each.facts.app, each.facts.agent, each.facts.stream): value
+            for each in agents
+            if (value := read(each)) is not None
+        }
         _show(app, name, help, labels=CONSUMER, values=values)
 
     show("pending", "Notifications not delivered yet.", lambda each: each.row.pending)

@@ -166,10 +166,11 @@ def _plain(value: Any, payloads: bool) -> Any:
 
 def _listed(view: AgentView) -> dict[str, Any]:
     """Return what lists show of an agent. What its state is judged from has thousands of characters."""
-    row, counts = view.health.row, (*COUNTS, "lag") if view.health.is_counted else ()
+    row, is_counted = view.health.row, view.health.is_counted
     return {
         **structs.asdict(row),
-        **{name: getattr(view, name) for name in counts},
+        **{name: getattr(view, name) for name in COUNTS if is_counted},
+        "lag": view.progress.lag if is_counted else None,
         "why": row.why[:MAX_WHY],
         "also": "; ".join(row.also)[:MAX_WHY],
         "workers": len(view.workers),

@@ -69,10 +69,6 @@ class AgentView(Struct, frozen=True, kw_only=True):
         return "; ".join(filter(None, (self.judgement.why, *self.judgement.also)))
 
     @property
-    def lag(self) -> int:
-        return self.progress.lag
-
-    @property
     def lag_rate(self) -> float:
         return self.health.lag_rate or 0.0
 
