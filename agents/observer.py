@@ -1,8 +1,8 @@
 """How every agent of a deployment is, also of those whose workers are down, for Prometheus.
 
 It says of each agent what `agents ls` and the console say (`ops.health`), from one snapshot of the server after the
-other. One worker with it per deployment is enough. What the server does not answer stays as it was, and
-`aviso_observer_last_poll_timestamp_seconds` tells how old that is.
+other. One worker with it per deployment is enough. Where the server does not answer at all, everything stays as it was,
+and `aviso_observer_last_poll_timestamp_seconds` tells how old that is. What is not known of an agent has no series.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import structlog
 from msgspec import Meta, Struct
 
 from aviso_workers import App, Router
+from aviso_workers.backends import ConsumerInfo
 from aviso_workers.errors import BackendError
 from aviso_workers.ops import agent_report, snapshots
 from aviso_workers.ops.agent_report import AgentHealth
+from aviso_workers.ops.health import Unknown
 from aviso_workers.ops.snapshots import ServerSnapshot
 
 AGENT = ("app", "agent")
@@ -74,33 +76,35 @@ def _show_streams(app: App, now: ServerSnapshot) -> None:
 
 
 def _show_agents(app: App, agents: list[AgentHealth], now: ServerSnapshot) -> None:
-    def show(name: str, help: str, read: Callable[[AgentHealth], float]) -> None:
-        of_agents = ((each.facts.app, each.facts.agent, each.facts.stream) for each in agents)
-        _show(app, name, help, labels=CONSUMER, values=dict(zip(of_agents, map(read, agents), strict=True)))
+    def show(name: str, help: str, read: Callable[[AgentHealth], float | None]) -> None:
+        values: dict[tuple[str, ...], float] = {
+            (each.facts.app, each.facts.agent, each.facts.stream): value
+            for each in agents
+            if (value := read(each)) is not None
+        }
+        _show(app, name, help, labels=CONSUMER, values=values)
 
-    show("pending", "Notifications not delivered yet.", lambda each: each.facts.pending)
-    show("ack_pending", "Notifications delivered and not settled yet.", lambda each: each.facts.ack_pending)
+    show("pending", "Notifications not delivered yet.", lambda each: each.row.pending)
+    show("ack_pending", "Notifications delivered and not settled yet.", lambda each: each.row.ack_pending)
     show(
-        "redelivered",
-        "Notifications delivered more than once and not settled yet.",
-        lambda each: each.facts.redelivered,
+        "redelivered", "Notifications delivered more than once and not settled yet.", lambda each: each.row.redelivered
     )
     show(
         "ack_floor_sequence",
         "Stream sequence up to which every notification is settled (the ack floor).",
-        lambda each: each.facts.consumer.ack_floor if each.facts.consumer else 0.0,
+        _of_consumer(lambda events: events.ack_floor),
     )
     show(
         "last_delivery_timestamp_seconds",
         "Time when a notification was last delivered, in seconds since 1970; 0 if never, or not since the start of the "
         "server.",
-        lambda each: _timestamp(each.facts.consumer.last_delivered if each.facts.consumer else None),
+        _of_consumer(lambda events: _timestamp(events.last_delivered)),
     )
     show(
         "last_ack_timestamp_seconds",
         "Time when a notification was last settled, in seconds since 1970; 0 if never, or not since the start of the "
         "server.",
-        lambda each: _timestamp(each.facts.consumer.last_settled if each.facts.consumer else None),
+        _of_consumer(lambda events: _timestamp(events.last_settled)),
     )
     _show(
         app,
@@ -137,6 +141,17 @@ def _show_agents(app: App, agents: list[AgentHealth], now: ServerSnapshot) -> No
 
 def _show(app: App, name: str, help: str, *, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> None:
     app.measure(f"aviso_observer_{name}", help, labels=labels, values=values)
+
+
+def _of_consumer(read: Callable[[ConsumerInfo], float]) -> Callable[[AgentHealth], float | None]:
+    """Return what reads a value of the consumer of an agent's events: None where that is not known, 0 without one."""
+
+    def of(agent: AgentHealth) -> float | None:
+        if isinstance(agent.facts.events, Unknown):
+            return None
+        return read(agent.facts.events) if agent.facts.events else 0.0
+
+    return of
 
 
 def _timestamp(moment: datetime | None) -> float:

@@ -208,17 +208,17 @@ async def _show(app: App, agent: str, as_json: bool) -> None:
 
 
 def _progress(of: AgentHealth) -> dict[str, str]:
-    facts, found = of.facts, of.judgement
+    facts, found, row = of.facts, of.judgement, of.row
     record = facts.record if isinstance(facts.record, ConsumerRecord) else None
     recorded = f"settled up to sequence {record.ack_floor}, at {time_text(record.time)}" if record else "none"
     pairs = {
         "state": found.text,
         "since": time_text(found.since) if found.since else "",
         "cure": found.cure,
-        "pending": str(facts.pending),
-        "ack pending": str(facts.ack_pending),
-        "redelivered": str(facts.redelivered),
-        "dead letters": "not known" if facts.dead_letters is None else str(facts.dead_letters),
+        "pending": _number(row.pending, "not known"),
+        "ack pending": _number(row.ack_pending, "not known"),
+        "redelivered": _number(row.redelivered, "not known"),
+        "dead letters": _number(row.dead_letters, "not known"),
         "recorded position": recorded,
         "pinned since": _pinned_since(facts),
         "last failure": _last_failure(facts),
@@ -319,5 +319,9 @@ def _row(row: AgentRow) -> tuple[str, ...]:
     of, state = (row.app, row.agent, row.stream), row.text
     if row.stream == "-":
         return (*of, *("-",) * 5, state)
-    numbers = (row.pending, row.ack_pending, row.redelivered, "-" if row.dead_letters is None else row.dead_letters)
-    return (*of, *map(str, numbers), f"{row.rate:+.1f}", state)
+    numbers = map(_number, (row.pending, row.ack_pending, row.redelivered, row.dead_letters))
+    return (*of, *numbers, "-" if row.rate is None else f"{row.rate:+.1f}", state)
+
+
+def _number(value: int | None, unknown: str = "-") -> str:
+    return unknown if value is None else str(value)

@@ -12,10 +12,11 @@ from enum import Enum
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.console import dead_letters, pages
+from aviso_workers.console.overview import AgentView
 from aviso_workers.console.pages import Page, Question
 from aviso_workers.console.shown import body
 from aviso_workers.errors import AvisoWorkersError, BackendError, describe
@@ -30,8 +31,12 @@ MAX_ITEMS = 200
 """Of a list."""
 MAX_CHARACTERS = 400_000
 """Where a result has more, whoever asks is told to ask for less."""
-NOT_SHOWN = {"overview", "config", "jobs", "State", "events", "retries", "stored", "judge"}
+NOT_SHOWN = {"overview", "config", "jobs", "State", "stored", "answer"}
 """What only templates need, with the whole configuration, and where the values that a page shows come from."""
+COUNTS = ("in_flight", "at_once", "retrying", "handled_rate", "catches_up_seconds", "dead_letters_of_a_day")
+"""What lists show of an agent beside its row."""
+MAX_WHY = 500
+"""Characters of why an agent is in its state, and of what else is so: `MAX_ITEMS` agents fit into a result."""
 
 Make = Callable[[Question], Awaitable[Page]]
 Ask = Callable[[Make, dict[str, str]], Awaitable[Page]]
@@ -144,6 +149,8 @@ async def _called(params: Mapping[str, Any], ask: Ask, *, payloads: bool) -> tup
 
 def _plain(value: Any, payloads: bool) -> Any:
     match value:
+        case AgentView():
+            return _fields(_listed(value), payloads)
         case Struct():
             properties = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
             return _fields({name: getattr(value, name) for name in (*value.__struct_fields__, *properties)}, payloads)
@@ -155,6 +162,20 @@ def _plain(value: Any, payloads: bool) -> Any:
         case bytes():
             return body(value) if payloads else f"{len(value)} bytes; you have no right to see payloads"
     return value.name if isinstance(value, Enum) else value
+
+
+def _listed(view: AgentView) -> dict[str, Any]:
+    """Return what lists show of an agent. What its state is judged from has thousands of characters."""
+    row, is_counted = view.health.row, view.health.is_counted
+    return {
+        **structs.asdict(row),
+        **{name: getattr(view, name) for name in COUNTS if is_counted},
+        "lag": view.progress.lag if is_counted else None,
+        "why": row.why[:MAX_WHY],
+        "also": "; ".join(row.also)[:MAX_WHY],
+        "workers": len(view.workers),
+        "unfinished_since": view.unfinished_since,
+    }
 
 
 def _fields(values: Mapping[str, Any], payloads: bool) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class AgentView(Struct, frozen=True, kw_only=True):
 
     @property
     def lag_rate(self) -> float:
-        return self.health.lag_rate
+        return self.health.lag_rate or 0.0
 
     @property
     def handled_rate(self) -> float:

@@ -202,6 +202,7 @@ async def agent(question: Question) -> Page:
             for view in views
             for worker, at_work in view.workers
         ],
+        "consumers": [(view.progress.stream, view.progress.consumer, view.why) for view in views],
         "asked": any(view.progress.consumer and view.progress.consumer.num_waiting for view in views),
         "deploys": overview.snapshot.recorded.deploys.get(app, ()),
         "retrying": [each for view in views for each in view.progress.retrying],

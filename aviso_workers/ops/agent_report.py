@@ -44,11 +44,12 @@ class AgentRow(Judgement, frozen=True, kw_only=True):
     app: str
     agent: str
     stream: str
-    pending: int = 0
-    ack_pending: int = 0
-    redelivered: int = 0
+    pending: int | None = 0
+    """None, as the other numbers, where it is not known."""
+    ack_pending: int | None = 0
+    redelivered: int | None = 0
     dead_letters: int | None = 0
-    rate: float = 0.0
+    rate: float | None = 0.0
     """By how many notifications the lag grows in a second; negative where it shrinks."""
 
 
@@ -61,25 +62,36 @@ class AgentHealth(Struct, frozen=True, kw_only=True):
     """Between the two looks."""
 
     @property
-    def lag_rate(self) -> float:
-        """By how many notifications the lag grows in a second."""
+    def is_counted(self) -> bool:
+        """Whether it is known how many notifications its consumers have."""
+        return _is_counted(self.facts)
+
+    @property
+    def lag_rate(self) -> float | None:
+        """By how many notifications the lag grows in a second; None where that is not known."""
         before = self.facts.before
-        return (self.facts.lag - before.lag) / self.seconds if before is not None and self.seconds else 0.0
+        if before is None or not self.seconds or not (self.is_counted and _is_counted(before)):
+            return None
+        return (self.facts.lag - before.lag) / self.seconds
 
     @property
     def row(self) -> AgentRow:
-        facts = self.facts
+        facts, known = self.facts, self.is_counted
         return AgentRow(
             app=facts.app,
             agent=facts.agent,
             stream=facts.stream,
-            pending=facts.pending,
-            ack_pending=facts.ack_pending,
-            redelivered=facts.redelivered,
+            pending=facts.pending if known else None,
+            ack_pending=facts.ack_pending if known else None,
+            redelivered=facts.redelivered if known else None,
             dead_letters=facts.dead_letters,
             rate=self.lag_rate,
             **structs.asdict(self.judgement),
         )
+
+
+def _is_counted(facts: AgentFacts) -> bool:
+    return not isinstance(facts.events, Unknown) and not isinstance(facts.retries, Unknown)
 
 
 async def of_server(

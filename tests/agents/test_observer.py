@@ -21,6 +21,7 @@ from aviso_agents import observer
 from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends.buckets import open_existing
+from aviso_workers.errors import DeniedError
 from aviso_workers.events import Event, Measured, Settled
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import worker_health
@@ -239,6 +240,31 @@ async def test_what_the_server_does_not_answer_stays_as_it_was(app: App, shown: 
         backend.reconnect()
         await app.notify("field", {"step": 1})
         await shown.until_value("pending", ("away", "index", stream), 2)
+
+
+OF_CONSUMERS = (
+    "pending",
+    "ack_pending",
+    "redelivered",
+    "ack_floor_sequence",
+    "last_delivery_timestamp_seconds",
+    "last_ack_timestamp_seconds",
+)
+
+
+async def test_what_is_not_known_of_an_agent_has_no_series(
+    app: App, shown: Shown, stream: str, labels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def denied(stream: str) -> Any:
+        raise DeniedError(f"$JS.API.CONSUMER.LIST.{stream}: the server denies it")
+
+    await app.notify("field", {"step": 1})
+    async with observing(app):
+        await shown.until_value("pending", labels, 1)
+        assert [name for name in OF_CONSUMERS if labels not in shown.gauges[name]] == []
+        monkeypatch.setattr(app.session.admin, "consumers", denied)
+        await shown.until_state(labels, "unknown", 1)
+        assert [name for name in OF_CONSUMERS if labels in shown.gauges[name]] == []
 
 
 @pytest.mark.parametrize("kind", ["jetstream"])

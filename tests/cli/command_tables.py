@@ -107,6 +107,19 @@ AGENTS = [
         why="3 wait, and no worker runs",
         needs=True,
     ),
+    AgentRow(
+        app="alerts",
+        agent="tell",
+        stream="DISS",
+        pending=None,
+        ack_pending=None,
+        redelivered=None,
+        dead_letters=None,
+        rate=None,
+        state="unknown",
+        why="not known, since no server answers for DISS: whether it is stuck",
+        needs=True,
+    ),
 ]
 DEAD_LETTER = DeadLetter(
     sequence=12,

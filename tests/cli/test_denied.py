@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -71,6 +72,19 @@ def test_the_rest_is_shown(
     assert shown in ran.out
     said = f"not known, since the server denies our user {subject}: give it the role operator"
     assert (ran.code, said in ran.err) == (int(denied), denied), ran.err
+
+
+def test_numbers_that_are_not_known_are_no_zeros(run: Run, config_of: Callable[[str], Path]) -> None:
+    config = config_of("$JS.API.CONSUMER.LIST.MARS")
+    row = json.loads(run("agents", "ls", "field/index", "--seconds", "0.1", "--json", "-c", config).out)
+    names = ["pending", "ack_pending", "redelivered", "dead_letters", "rate"]
+    assert [row[name] for name in names] == [None, None, None, 0, None]
+    shown = run("agents", "show", "field/index", "-c", config).out
+    assert re.findall(r"(?m)^ *((?:ack )?pending|redelivered) +(.+)$", shown) == [
+        ("pending", "not known"),
+        ("ack pending", "not known"),
+        ("redelivered", "not known"),
+    ]
 
 
 def test_what_is_retried_may_be_more_than_may_be_read(run: Run, config_of: Callable[[str], Path]) -> None:

@@ -11,13 +11,18 @@ import httpx
 import httpx2
 import msgspec
 import pytest
+from msgspec import structs
 
 from aviso_workers import App
 from aviso_workers.config import Config
 from aviso_workers.console import mcp, overview, web
+from aviso_workers.ops import agent_report
+from aviso_workers.ops.agent_report import AgentHealth
+from aviso_workers.ops.health import judge
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import Harness
 from tests.console.conftest import OPERATOR, READER, USERS, Served, publish, served, shown, with_console
+from tests.ops.health_facts import consumer, facts, failure, retried, worker
 from tests.waits import stand_still
 
 if TYPE_CHECKING:
@@ -104,7 +109,7 @@ async def test_a_client_reads_what_the_pages_show(console: Served, app: App, run
     found = await told(console, OPERATOR, mode=mode)
     assert "1 dead letter of the last day waits" in found["now"]["sentence"]
     (blocks,) = found["agents"]["agents"]
-    assert (blocks["progress"]["agent"], blocks["state"], blocks["progress"]["lag"]) == ("blocks", "blocked", 1)
+    assert (blocks["agent"], blocks["state"], blocks["lag"]) == ("blocks", "blocked", 1)
     assert found["agent"]["retrying"][0]["error"] == "KeyError: 'step 3'"
     assert found["dead_letters"]["found"]["count"] == 1
     assert found["dead_letter"]["found"]["error"] == "ValueError: no such field <b>3</b>"
@@ -155,6 +160,32 @@ async def test_a_result_that_is_too_large_says_so(
     monkeypatch.setattr(mcp, "MAX_CHARACTERS", 10)
     text, is_error = await called(console, "streams")
     assert (text.endswith("characters, more than 10: ask for less"), is_error) == (True, True)
+
+
+async def test_the_agents_in_trouble_of_a_large_deployment_fit_into_a_result(
+    console: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has what servers and workers say of it: answers of some kilobytes, and a hundred notifications retried."""
+    error = f"ValueError: {'no such field ' * 30}"
+    waiting = tuple(retried(sequence, attempt=6, attempts=None, blocked=True, error=error) for sequence in range(100))
+    events = consumer(num_pending=30, num_ack_pending=2, ack_floor=0, answer={"config": {"description": "x" * 4000}})
+    known = facts(events=events, failure=failure(retrying=waiting), workers=tuple(worker(f"w{n}") for n in range(20)))
+
+    async def of_server(*_: Any) -> list[AgentHealth]:
+        many = [structs.replace(known, app=f"app-{number}") for number in range(300)]
+        return [AgentHealth(facts=each, judgement=judge(each), seconds=2.0) for each in many]
+
+    monkeypatch.setattr(agent_report, "of_server", of_server)
+    for tool, listed in {"now": "troubled", "agents": "agents"}.items():
+        text, is_error = await called(console, tool)
+        assert not is_error, text
+        *agents, more = msgspec.json.decode(text)[listed]
+        assert (len(agents), more) == (200, "and 100 more: ask for less")
+        found = {name: agents[7][name] for name in ("agent", "state", "needs", "pending", "ack_pending", "workers")}
+        wanted = {"agent": "index", "state": "blocked", "needs": True, "pending": 30, "ack_pending": 2, "workers": 20}
+        assert found == wanted
+        assert "at MARS@1 and 98 more: ValueError: no such field" in agents[7]["why"]
+        assert f"agents retry {agents[7]['app']}/index" in agents[7]["cure"]
 
 
 @pytest.mark.parametrize(

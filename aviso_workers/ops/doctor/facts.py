@@ -302,6 +302,7 @@ async def _unsampled_facts(
         is_strict = _Later(tasks, lambda: monitoring_port.is_strict(admin))
     nothing = Recorded(time=datetime.now(UTC), consumers={}, functions={}, failures={}, pauses={}, runs={})
     servers, unreachable, looks = monitored.result
+    why_unknown = requests.unknown.get("records", "").removeprefix(denials.NOT_KNOWN)  # the end of a sentence
     return _UnsampledFacts(
         dead_letters=dead_letters.result or {},
         recorded=recorded.result or nothing,
@@ -313,7 +314,7 @@ async def _unsampled_facts(
         links=tuple(links.result or ()),
         is_strict=is_strict.result,
         oldest_pending=oldest.result or {},
-        workers=Unknown(requests.unknown["records"]) if workers.result is None else workers.result,
+        workers=Unknown(why_unknown) if workers.result is None else workers.result,
     )
 
 

@@ -361,6 +361,24 @@ def test_a_right_that_is_denied_is_no_stream_without_a_leader(tmp_path: Path) ->
     assert "JetStream's API" not in seen.found("JS044"), "the server is up"
 
 
+def test_what_is_not_known_since_a_right_is_denied_is_said_once(tmp_path: Path) -> None:
+    subject = "$JS.API.STREAM.INFO.KV_field__live"
+
+    async def make() -> None:
+        async with App("operator", config=operator) as operating:
+            server = operating.session.admin.administration()
+            await add_stream(server, "KV_field__live", subjects=["$KV.field__live.>"])
+
+    with served(tmp_path / "server", MONITORED + DENIED.replace("$JS.API.STREAM.LIST", subject)) as (server, _):
+        operator = write(tmp_path / "operator.yaml", server.url, user="operator", password="x")
+        anyio.run(make)
+        seen = examined(write(tmp_path / "reader.yaml", server.url, user="reader", password="x"))
+    gone = changed(seen.facts, records={("GONE", "field__index"): health_facts.record()})
+    found = judged(gone).found("JS058")["GONE > field__index"]
+    assert found.startswith("stream gone: ")
+    assert f"; not known, since the server denies our user {subject}: give it the role operator" in found
+
+
 USERS = """
 accounts {
   FIELD: {jetstream: enabled, users: [

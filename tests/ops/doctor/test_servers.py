@@ -405,6 +405,8 @@ QUESTIONS = {
         b'{"last_by_subj": "mars.none"}',
     ),
     "the observer's, before the first dead letter": ("STREAM.INFO.aviso_workers_dead_letters__field", b""),
+    "a timer's, before the first order of an operator": ("STREAM.INFO.KV_field__orders", b""),
+    "a command's, before the first counter": ("STREAM.INFO.aviso_workers_counters__field", b""),
 }
 
 

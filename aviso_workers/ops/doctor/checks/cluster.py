@@ -14,7 +14,7 @@ from aviso_workers.ops.doctor.checks.servers import RESTART, RESTART_ALL
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Declaration, Finding, State, about
 from aviso_workers.ops.doctor.monitoring_port import OFF
-from aviso_workers.state import delayed_messages, own_streams
+from aviso_workers.state import delayed_messages, own_buckets, own_streams
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 LEADERS_TO_COUNT, MAX_LEADERS = 12, 3 / 4
@@ -138,8 +138,8 @@ def account_use(facts: Facts) -> Iterator[Finding]:
     """The result is WARN from 80 % and FAIL from 95 % of a limit of storage, memory or streams, reservations included.
     The limit of consumers is one for each stream (JS034). The result is also WARN when a tenth of the API requests
     failed between the samples; the finding names the most frequent request and its error. Two answers are no failure:
-    that there is no such message (10037), since workers that retry ask for counts which are not there; and that there
-    is no stream of dead letters (10059), since the observer asks for it and no notification may have failed yet.
+    that there is no such message (10037), since workers that retry ask for counts which are not there; and that a
+    stream or bucket of ours is not there (10059), since each is made when it is first needed.
     """
     account = facts.after.account
     limits = account.limits
@@ -168,7 +168,9 @@ def account_use(facts: Facts) -> Iterator[Finding]:
 
 def _is_none_found(request: str, code: int) -> bool:
     """Return whether it is the answer to a question of our own programs, and nothing has failed."""
-    return code == NO_MESSAGE or (code == STREAM_NOT_FOUND and f".INFO.{DEAD_LETTERS}__" in request)
+    stream = request.rpartition(".INFO.")[2]
+    is_ours = stream.startswith(OURS) or own_buckets.kind_of(stream.removeprefix(BUCKET)) != "other"
+    return code == NO_MESSAGE or (code == STREAM_NOT_FOUND and is_ours)
 
 
 @Declaration("JS040", needs=("account", "monitoring"), production=True).says(
