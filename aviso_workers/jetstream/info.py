@@ -144,6 +144,11 @@ class ConsumerConfig(_JsonConfig):
         return [single] if single else list(self.get("filter_subjects") or ())
 
     @property
+    def start_sequence(self) -> int:
+        """The stream sequence at which it begins; 0 where none is stated."""
+        return self.get("opt_start_seq") or 0
+
+    @property
     def pause_until(self) -> datetime | None:
         return msgspec.convert(self.get("pause_until"), datetime | None)
 

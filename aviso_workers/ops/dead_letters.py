@@ -150,7 +150,9 @@ class StoredDeadLetters:
         last = info.last_sequence
         reading = self._admin.read(
             stream,
-            filter_subjects=(),
+            filter_subjects=(dead_letter_records.subject_of(app, wanted.agent),)
+            if wanted.agent and agents.NAME.fullmatch(wanted.agent)
+            else (),
             start_sequence=min(sequences, default=1),
             last_sequence=min(last, max(sequences, default=last)),
         )

@@ -275,8 +275,7 @@ def _by_position(
     if message.sequence > events.settled:
         return _in_flight(facts, events, message, topic=topic, policy=policy)
     until = f"everything up to {events.settled} is settled"
-    begin = events.config.get("opt_start_seq") or 0
-    if message.sequence < begin:
+    if message.sequence < (begin := events.config.start_sequence):
         return "settled", f"its consumer begins at {begin}: it was handled before, or passed over when that was made"
     if "window" in policy:
         return "counted", f"{until}: it counts in the windows of the agent ({policy['window']})"

@@ -216,8 +216,8 @@ def _of_console(url: str, app: str, stream: str) -> Said:
     with urlopen(asked, timeout=COMMAND_SECONDS) as answer:
         result = json.loads(answer.read())["result"]
     found = [] if result["isError"] else json.loads(result["content"][0]["text"]).get("agents", [])
-    of_stream = [each for each in found if each["progress"]["stream"] == stream]
-    return {each["progress"]["agent"]: each["judgement"] for each in of_stream}
+    of_stream = [each for each in found if each["stream"] == stream]
+    return {each["agent"]: {"state": each["state"], "needs": each.get("needs", False)} for each in of_stream}
 
 
 def _of_observer(observer: Worker | None, app: str, stream: str) -> Said:
