@@ -142,12 +142,12 @@ class Overview(Struct, frozen=True, kw_only=True):
 
     def workers_of(self, app: str) -> AppWorkers:
         """Return the workers of an app, as far as they have recorded themselves."""
-        found = self.snapshot.workers
-        return AppWorkers() if isinstance(found, Unknown) else found.get(app, AppWorkers())
+        found = self.snapshot.workers_of(app)
+        return AppWorkers() if isinstance(found, Unknown) else found
 
     def health_of(self, app: str) -> Judgement:
         """Return how an app is."""
-        return worker_health.of_app(self.workers_of(app), now=self.time)
+        return worker_health.of_app(self.snapshot.workers_of(app), now=self.time)
 
 
 class Watcher:

@@ -23,6 +23,7 @@ from aviso_workers.ops.health import STATES, Judgement
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.timer_report import paused_text, run_text
 from aviso_workers.state import asyncapi, lease_records, timer_records
+from aviso_workers.state.lease_records import Leader
 from aviso_workers.state.timer_requests import Run
 
 SHOWN_ACTIONS = 200
@@ -278,7 +279,7 @@ async def timers(question: Question) -> Page:
     for app, declared in sorted(overview.snapshot.recorded.apps.items()):
         if not declared.timers:
             continue
-        leader = await asked(denied := Denials(), "leader", lease_records.leader(admin, app), "")
+        leader = await asked(denied := Denials(), "leader", lease_records.leader(admin, app), Leader())
         claims = await asked(denied, "claims", timer_records.claims(admin, app), {})
         for name, schedule in declared.timers.items():
             claim, pause = claims.get(name), overview.snapshot.recorded.pauses.get((app, name))
@@ -288,13 +289,13 @@ async def timers(question: Question) -> Page:
                     app=app,
                     timer=name,
                     schedule=schedule,
-                    leader=leader,
+                    leader=leader.name,
                     last=claim.time if claim and claim.token else None,
                     paused=paused_text(pause) if pause else "",
                     judgement=timer_report.judge(
                         name,
                         leader=leader if claim is not None and claim.token and not denied.text() else None,
-                        workers=overview.workers_of(app).living,
+                        workers=overview.workers_of(app),
                         failure=overview.snapshot.recorded.failures.get((app, "timers", name)),
                         pause=pause,
                         now=overview.time,
@@ -372,7 +373,9 @@ async def app(question: Question) -> Page:
         "declared": declared,
         "workers": [
             (each, [*each.agents.values()], judgement)
-            for each, judgement in worker_health.of_workers(name, overview.workers_of(name), now=overview.time)
+            for each, judgement in worker_health.of_workers(
+                name, overview.workers_of(name), overview.snapshot.consumers, now=overview.time
+            )
         ],
         "document": found,
         "denied": denied.text(),

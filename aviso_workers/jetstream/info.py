@@ -226,6 +226,8 @@ class StreamInfo(Struct, frozen=True, kw_only=True):
     last_sequence: int = 0
     last_time: datetime | None = None
     """When the last message was stored; None where there is none."""
+    last_stored: datetime | None = None
+    """When a message was last stored, also where it is gone; None where that is not known."""
     created: datetime | None = None
     cluster: Cluster = Cluster()
     mirror: SourceInfo | None = None
@@ -497,6 +499,7 @@ def stream(answer: Mapping[str, Any]) -> StreamInfo:
         first_time=state.first_ts if state.messages else None,
         last_sequence=state.last_seq,
         last_time=state.last_ts if state.messages else None,
+        last_stored=state.last_ts if state.last_seq else None,
         created=found.created,
         cluster=found.cluster or Cluster(),
         mirror=found.mirror,

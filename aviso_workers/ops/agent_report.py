@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, topics
-from aviso_workers.aviso.literals import SECOND
+from aviso_workers.aviso.literals import SECOND, quoted
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
@@ -36,6 +36,9 @@ from aviso_workers.state.worker_records import WorkerRecord
 
 Key = tuple[str, str, str]
 """App, agent and stream."""
+TRACEBACK = "The workers' log has the traceback at `timer.failed`, `task.failed` or `window.failed`."
+RUN_TIMER = TRACEBACK + " When the cause is gone, `aviso-workers timers run MODULE:APP {}` runs the timer again."
+RUNS_AGAIN = f"{TRACEBACK} It runs again by itself."
 
 
 class AgentRow(Judgement, frozen=True, kw_only=True):
@@ -147,11 +150,11 @@ def facts(now: ServerSnapshot, *, declared: Iterable[Key] = ()) -> list[AgentFac
     ran = {key[:2] for key in found}
     found |= {key for key in declared if key[:2] not in ran}
     workers = _workers(now)
-    return [_facts_of(now, *key, workers=workers) for key in sorted(found, key=lambda key: (key[2], key))]
+    return [_facts_of(now, *key, workers=workers.get(key, ())) for key in sorted(found, key=lambda key: (key[2], key))]
 
 
 def _facts_of(
-    now: ServerSnapshot, app: str, agent: str, stream: str, *, workers: Mapping[Key, list[WorkerRecord]] | Unknown
+    now: ServerSnapshot, app: str, agent: str, stream: str, *, workers: Collection[WorkerRecord]
 ) -> AgentFacts:
     name, recorded = agents.durable_name(app, agent), now.recorded
     events = _consumer(now, stream, name)
@@ -174,7 +177,7 @@ def _facts_of(
         retries=_consumer(now, own_streams.of_app(RETRIES, app), name),
         record=record,
         failure=failure,
-        workers=_workers_of(workers, (app, agent, stream), events),
+        workers=_known_workers(now, app, workers, events),
         functions=recorded.functions.get((stream, name), ()),
         oldest_pending=now.oldest_pending.get((stream, name)),
         deployed=(deploys[-1].again or deploys[-1].time) if deploys else None,
@@ -201,27 +204,24 @@ def _consumer(now: ServerSnapshot, stream: str, name: str) -> ConsumerInfo | Unk
     return None
 
 
-def _workers(now: ServerSnapshot) -> Mapping[Key, list[WorkerRecord]] | Unknown:
-    """Return the workers that live, by what they have."""
-    if isinstance(now.workers, Unknown):
-        return now.workers
+def _workers(now: ServerSnapshot) -> Mapping[Key, list[WorkerRecord]]:
+    """Return the workers that live, as far as they are known, by what they have."""
     found = defaultdict[Key, list[WorkerRecord]](list)
-    for app, of_app in now.workers.items():
-        for worker in of_app.living:
+    for app, of_app in () if isinstance(now.workers, Unknown) else now.workers.items():
+        for worker in () if isinstance(of_app, Unknown) else of_app.living:
             for agent, at_work in worker.agents.items():
                 found[app, agent, at_work.stream].append(worker)
     return found
 
 
-def _workers_of(
-    workers: Mapping[Key, list[WorkerRecord]] | Unknown, of: Key, events: ConsumerInfo | Unknown | None
+def _known_workers(
+    now: ServerSnapshot, app: str, found: Collection[WorkerRecord], events: ConsumerInfo | Unknown | None
 ) -> tuple[WorkerRecord, ...] | Unknown:
-    if isinstance(workers, Unknown):
-        return workers
-    found = tuple(workers.get(of, ()))
+    if isinstance(of_app := now.workers_of(app), Unknown):
+        return of_app
     if not found and isinstance(events, ConsumerInfo) and events.num_waiting:
         return Unknown("workers ask for its notifications, and none of them has recorded itself")
-    return found
+    return tuple(found)
 
 
 def _taken_by(now: ServerSnapshot, record: ConsumerRecord, of: StreamInfo | Unknown | None) -> str:
@@ -280,7 +280,7 @@ def workers_in_trouble(now: ServerSnapshot, app: str | None = None) -> list[Agen
     """Return a row for each worker, and for the workers of each app together, of one app or of all, in trouble."""
     return [
         AgentRow(app=owner, agent=name, stream="-", **structs.asdict(judgement))
-        for owner, name, judgement in worker_health.troubles(now.workers, now=now.recorded.time)
+        for owner, name, judgement in worker_health.troubles(now.workers, now.consumers, now=now.recorded.time)
         if app in (None, owner)
     ]
 
@@ -296,6 +296,7 @@ def failing(recorded: Recorded, app: str | None = None) -> list[AgentRow]:
             since=failure.since,
             why=failing_text(failure),
             needs=True,
+            cure=RUN_TIMER.format(quoted(name)) if kind == "timers" else RUNS_AGAIN,
         )
         for (owner, kind, name), failure in sorted(recorded.failures.items())
         if kind != "agents" and app in (None, owner) and failure.until > recorded.time

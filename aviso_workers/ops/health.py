@@ -466,7 +466,8 @@ def _idle(a: AgentFacts) -> Found:
 UNKNOWN, PAUSED = "unknown", "paused"
 CURE_OF_UNKNOWN = (
     "Give our user the role operator (`aviso-workers server render --role operator`) where a right is missing; start "
-    "the servers that do not answer."
+    "the servers that do not answer. Where workers do not record themselves, give their user the right to "
+    "(`aviso-workers server render --role worker --app MODULE:APP`)."
 )
 CONDITIONS = (
     Condition(

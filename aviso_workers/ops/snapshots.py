@@ -7,9 +7,10 @@ hundreds at a time, and some for the records. Which streams are looked at, the s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import TypeVar
 
 import anyio
 from msgspec import Struct
@@ -23,11 +24,14 @@ from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.health import CATCHES_UP, Unknown
 from aviso_workers.ops.inventory import Listing
-from aviso_workers.state import own_streams, worker_records
+from aviso_workers.state import bucket_names, own_streams, worker_records
 from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.state.worker_records import AppWorkers
-from aviso_workers.task_groups import task_group
+from aviso_workers.task_groups import asked_of_each, task_group
 
+T = TypeVar("T")
+AllWorkers = Mapping[str, AppWorkers | Unknown] | Unknown
+"""The workers that have recorded themselves, by app, as far as that is known."""
 AT_ONCE = 32
 """The most streams whose consumers are listed side by side."""
 MOST_ASKED = 10
@@ -46,10 +50,13 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     oldest_pending: Mapping[tuple[str, str], datetime] = {}
     """As `oldest_pending` returns it."""
     recorded: Recorded
-    workers: dict[str, AppWorkers] | Unknown
-    """By app, as far as they have recorded themselves."""
+    workers: AllWorkers
     denied: Denials
     """What the server denies our user of it."""
+
+    def workers_of(self, app: str) -> AppWorkers | Unknown:
+        """Return the workers of an app, as far as they have recorded themselves."""
+        return self.workers if isinstance(self.workers, Unknown) else self.workers.get(app, AppWorkers())
 
 
 async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
@@ -88,7 +95,7 @@ async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
         consumers=consumers,
         oldest_pending=await asked(denied, "messages", oldest_pending(admin, consumers), {}),
         recorded=await agent_inventory.recorded(admin, denied=denied),
-        workers=await _workers(admin, denied),
+        workers=await workers(admin, denied=denied),
         denied=denied,
     )
 
@@ -131,10 +138,20 @@ async def oldest_pending(
     return found
 
 
-async def _workers(admin: Admin, denied: Denials) -> dict[str, AppWorkers] | Unknown:
-    try:
-        with noted(denied, "workers"):
-            return await worker_records.stored(admin)
-    except UnavailableError as error:  # the other things are worth more
-        return Unknown(str(error))
-    return Unknown(denied.reason("workers"))
+async def workers(admin: Admin, *, denied: Denials) -> AllWorkers:
+    """Return the workers of all apps. What is denied is noted as `workers`, or as `workers of` one app. Raises
+    `BackendError`.
+    """
+
+    async def known(part: str, request: Awaitable[T]) -> T | Unknown:
+        try:
+            with noted(denied, part):
+                return await request
+        except UnavailableError as error:  # the other things are worth more
+            return Unknown(str(error))
+        return Unknown(denied.reason(part))
+
+    apps = await known("workers", bucket_names.apps_with(admin, "live"))
+    if isinstance(apps, Unknown):
+        return apps
+    return await asked_of_each(apps, lambda app: known(f"workers of {app}", worker_records.of_app(admin, app)))

@@ -5,7 +5,7 @@ Called by the command `timers ls`. The schedules are the code's; the rest is wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
@@ -26,11 +26,14 @@ from aviso_workers.state import (
     worker_records,
 )
 from aviso_workers.state.failure_records import LastFailure
+from aviso_workers.state.lease_records import Leader
 from aviso_workers.state.timer_requests import VOID_SECONDS, Pause, Run
-from aviso_workers.state.worker_records import WorkerRecord
+from aviso_workers.state.worker_records import AppWorkers
 
 NO_LEADER = timedelta(seconds=60)
-"""For so long after a worker has started, it may be that none leads yet."""
+"""For so long it may be that none leads, as after the leader was killed."""
+TAKES_LEAD = timedelta(seconds=12)
+"""Within so long after it has started, a worker leads where no other one does."""
 LAST = UNTIL_RESUMED - timedelta(seconds=1)
 """The last time at which a tick is listed: there is none after a pause without end."""
 
@@ -62,7 +65,7 @@ async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, t
     failures = failure_records.parsed(noted)
     now = await consumer_records.time(admin, app)  # after that: the last tick is none of the next ones
     pauses = timer_requests.pauses(await consumer_records.entries_of(admin, app, kind="orders"), now=now)
-    workers = (await worker_records.of_app(admin, app)).living
+    workers = await worker_records.of_app(admin, app)
     rows = []
     for timer in timers:
         pause, claim = pauses.get((app, timer.name)), claims.get(timer.name)
@@ -79,7 +82,7 @@ async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, t
             TimerRow(
                 timer=timer.name,
                 schedule=timer.schedule.text,
-                leader=(leader or "none") if timer.leader else "every worker",
+                leader=(leader.name or "none") if timer.leader else "every worker",
                 last=claim.time if claim and claim.token else None,
                 next=tuple(islice(ticks_between(timer.schedule, first, LAST), ticks)) if first <= LAST else (),
                 paused=pause,
@@ -93,27 +96,31 @@ async def of_app(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, t
 def judge(
     timer: str,
     *,
-    leader: str | None,
-    workers: Iterable[WorkerRecord],
+    leader: Leader | None,
+    workers: AppWorkers,
     failure: LastFailure | None,
     pause: Pause | None,
     now: datetime,
 ) -> Judgement:
-    """Return how a timer is. `leader` is the worker that leads the timers of its app, empty where none does; None where
-    each worker runs it by itself, or it has not run yet. `workers` are those that live."""
-    workers = [*workers]
-    if leader == "" and workers:
-        since = max(each.started for each in workers)
-        needs = now - since >= NO_LEADER
-        return Judgement(state="no leader", since=since, why="no worker leads the timers of its app", needs=needs)
-    leading = [each for each in workers if f"{each.host}:{each.process}" == leader]
+    """Return how a timer is. `leader` says who leads the timers of its app; None where each worker runs it by itself,
+    or it has not run yet."""
+    leads = leader.name if leader is not None else None
+    if leader is not None and not leads and workers.living:
+        started = min(each.started for each in workers.living)
+        since = leader.renewed or started
+        needs = now - since >= NO_LEADER and now - started >= TAKES_LEAD
+        why = f"no worker leads the timers of its app since {time_text(since)}"
+        return Judgement(state="no leader", since=since, why=why, needs=needs)
+    leading = [each for each in workers.living if f"{each.host}:{each.process}" == leads]
     if leading and not any(each.timers is None or timer in each.timers for each in leading):
-        why = f"its next tick will not run: {leader} leads, whose code does not have it"
+        why = f"its next tick will not run: {leads} leads, whose code does not have it"
         return Judgement(state="not run", why=why, needs=True)
     if failure is not None and failure.until > now:
         return Judgement(state="failing", since=failure.since, why=failing_text(failure), needs=True)
-    if leader == "":
-        return Judgement(state="at rest", why="no worker of its app runs")
+    if leads == "":
+        heard = max((each.since(0) for each in (*workers.lost, *workers.ended)), default=None)
+        last = f"; the last record of one is of {time_text(heard)}" if heard else ""
+        return Judgement(state="at rest", since=heard, why=f"no worker of its app runs{last}")
     return Judgement(state=PAUSED) if pause is not None else Judgement(state="ok")
 
 

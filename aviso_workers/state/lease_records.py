@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
+from msgspec import Struct
+
 from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.state import bucket_names
@@ -17,11 +21,21 @@ def bucket_of(app: str) -> str:
     return bucket_names.bucket_of(app, "leases")
 
 
-async def leader(backend: Backend, app: str) -> str:
-    """Return the host and the process of the worker that leads the app's timers; empty where none does.
+class Leader(Struct, frozen=True, kw_only=True):
+    """Who leads the timers of an app."""
 
-    Raises `BackendError`.
-    """
+    name: str = ""
+    """The host and the process of the worker; empty where none leads."""
+    renewed: datetime | None = None
+    """When the last lease was renewed or given back, by the server's clock; None where that is not known."""
+
+
+async def leader(backend: Backend, app: str) -> Leader:
+    """Return who leads the app's timers. Raises `BackendError`."""
     bucket = await open_existing(backend, bucket_of(app), ttl_seconds=LEASE_SECONDS, own=True)
-    lease = await bucket.get(LEADER) if bucket is not None else None
-    return lease.value.decode(errors="replace") if lease is not None else ""
+    if bucket is None:
+        return Leader()
+    if (lease := await bucket.newest(LEADER)) is not None:
+        return Leader(name="" if lease.deleted else lease.value.decode(errors="replace"), renewed=lease.time)
+    info = await backend.stream_info(f"KV_{bucket_of(app)}")
+    return Leader(renewed=None if info.messages else info.last_stored)  # else it may be another lease's time

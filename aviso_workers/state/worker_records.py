@@ -9,7 +9,6 @@ forgets each after a day. Nothing depends on it: a worker without the right work
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Annotated
 
 from msgspec import Meta, Struct, structs
@@ -20,7 +19,6 @@ from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Number, Said, Seconds, Time
 from aviso_workers.state import bucket_names
-from aviso_workers.task_groups import asked_of_each
 
 WRITE_SECONDS = 30.0
 LIVES_SECONDS = 3 * WRITE_SECONDS
@@ -74,11 +72,11 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
     code: Said = ""
     """Which code of its app it runs, as `code_versions.of_app` returns it; empty where that is not known."""
     started: Time
-    """By the server's clock, as `stored` returns it; in the bucket by the worker's own."""
+    """By the server's clock, as `of_app` returns it; in the bucket by the worker's own."""
     age_seconds: float
     """How long before it was put the worker has started."""
     said: Time | None = None
-    """When it was put, by the server's clock, as `stored` returns it."""
+    """When it was put, by the server's clock, as `of_app` returns it."""
     rss: Number | None = None
     """Bytes of memory that are resident; None where the system does not say it."""
     agents: dict[str, AtWork]
@@ -89,7 +87,7 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
     ended: bool = False
     """Whether it has ended in order. It then says nothing of its agents."""
     key: str = ""
-    """Its key in the bucket, as `stored` returns it."""
+    """Its key in the bucket, as `of_app` returns it."""
 
     @property
     def name(self) -> str:
@@ -113,12 +111,6 @@ class AppWorkers(Struct, frozen=True):
 def bucket_of(app: str) -> str:
     """Return the bucket of the workers of an app."""
     return bucket_names.bucket_of(app, "live")
-
-
-async def stored(admin: Admin) -> dict[str, AppWorkers]:
-    """Return the workers of all apps, by app. Raises `BackendError`."""
-    found = await asked_of_each(await bucket_names.apps_with(admin, "live"), partial(of_app, admin))
-    return {app: workers for app, workers in found.items() if workers.living or workers.lost}
 
 
 async def of_app(admin: Admin, app: str) -> AppWorkers:

@@ -94,7 +94,7 @@ def two_servers_killed(scene: Scene) -> Iterator[None]:
 
 @situation(
     "The only worker is killed",
-    state=r"no worker: \d+ wait, and no worker runs(; worker \S+: lost: killed or cut off at TIME, on \S+)?",
+    state=r"no worker: \d+ wait, and no worker runs(; worker \S+: lost: killed or cut off within \d+ s after TIME.*)?",
     fails=["JS058"],
     passing=["JS080"],
     readyz=DOWN,

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from aviso_workers.backends import Admin
+from aviso_workers.errors import DeniedError
 from aviso_workers.ops import worker_health
 from aviso_workers.state import worker_records
+from aviso_workers.state.worker_records import AppWorkers
 from tests.cli.conftest import Ran
 from tests.commands import Command
 from tests.conftest import Start
@@ -29,7 +32,7 @@ from aviso_workers import App, Notification
 from aviso_workers.sessions import worker_recorder
 
 worker_recorder.WRITE_SECONDS, worker_recorder.LOOK_SECONDS = 0.5, 0.25
-app = App("field", version=os.environ["CODE"])
+app = App(os.environ["APP"], version=os.environ["CODE"])
 
 
 @app.agent("mars")
@@ -38,13 +41,13 @@ async def index(notification: Notification) -> None: ...
 
 
 @pytest.fixture
-def worker(tmp_path: Path, config: Path, start: Start) -> Callable[[str], Command]:
+def worker(tmp_path: Path, config: Path, start: Start) -> Callable[..., Command]:
     """Start a worker that runs this version, says twice a second that it lives, and reads."""
     name = f"workers_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(APP)
 
-    def begin(version: str) -> Command:
-        found = start("worker", f"{name}:app", "--config", config, CODE=version)
+    def begin(version: str, app: str = "field") -> Command:
+        found = start("worker", f"{name}:app", "--config", config, CODE=version, APP=app)
         found.until("agent.started")
         return found
 
@@ -98,7 +101,7 @@ def test_a_killed_worker_is_told_until_another_one_runs_and_one_that_ends_in_ord
     code, rows = until(listed, lambda rows: rows.keys() == {"index", row})  # and not what has ended in order
     state, why = rows[row]
     assert (code, state) == (1, "lost")
-    assert re.fullmatch(rf"killed or cut off at \S+Z, on {re.escape(socket.gethostname())}", why)
+    assert re.fullmatch(rf"killed or cut off within 30 s after \S+Z, on {re.escape(socket.gethostname())}", why)
     assert told_by_doctor(run, config) == [(f"field > {row}", f"lost: {why}")]
     assert goes_on.process.poll() is None
     worker("v1")
@@ -122,3 +125,28 @@ def test_two_versions_that_run_side_by_side_are_told(
     assert told_by_doctor(run, config) == [("field > all workers", f"several versions: {why}")]
     assert first.end(signal.SIGTERM) == 0
     assert until(listed, lambda rows: len(rows) == 1) == (0, {"index": ("idle", "")})
+
+
+def test_an_app_whose_workers_may_not_be_read_hides_no_other_app(
+    run: Run, config: Path, worker: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_app, denied = worker_records.of_app, "$JS.API.STREAM.INFO.KV_other__live"
+
+    async def of_some(admin: Admin, app: str) -> AppWorkers:
+        if app == "other":
+            raise DeniedError(f"{denied}: permissions violation")
+        return await of_app(admin, app)
+
+    worker("v1"), worker("v2"), worker("v1", "other")
+    monkeypatch.setattr(worker_records, "of_app", of_some)
+    monkeypatch.setattr(worker_health, "DEPLOY", timedelta(0))
+    rows = map(json.loads, run("agents", "ls", "--seconds", "0.1", "--json", "--config", config).lines)
+    assert {(row["app"], row["agent"]): row["state"] for row in rows} == {
+        ("field", "index"): "idle",
+        ("field", "all workers"): "several versions",
+        ("other", "index"): "unknown",
+        ("other", "all workers"): "unknown",
+    }
+    found = dict(told_by_doctor(run, config))
+    assert found["field > all workers"].startswith("several versions: ")
+    assert found["other > all workers"].startswith(f"unknown: not known, since the server denies our user {denied}: ")

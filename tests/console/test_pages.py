@@ -282,11 +282,11 @@ async def test_workers_that_are_lost_and_two_versions_are_shown(
     gone = worker("w3", "v1", timedelta(hours=1))
     workers = AppWorkers(living=(worker("w1", "v1", none), worker("w2", "v2", none)), lost=(gone,))
 
-    async def stored(admin: Admin) -> dict[str, AppWorkers]:
-        return {"field-index": workers}
+    async def of_app(admin: Admin, app: str) -> AppWorkers:
+        return workers
 
-    monkeypatch.setattr(worker_records, "stored", stored)
-    versions, lost = "2 versions run: v1 on w1, v2 on w2", "killed or cut off at "
+    monkeypatch.setattr(worker_records, "of_app", of_app)
+    versions, lost = "2 versions run: v1 on w1, v2 on w2", "killed or cut off within 30 s after "
     async with console.client() as client:
         said = (f"field-index: all workers: several versions: {versions}", f"worker w3: lost: {lost}")
         await shown(client, "/", "2 workers and apps need you", "Workers in trouble", *said)
@@ -622,18 +622,15 @@ async def test_a_snapshot_looks_at_each_worker_once_however_many_agents_there_ar
             looks += 1
             return super().get(*agent)
 
-    stored = worker_records.stored
+    of_app = worker_records.of_app
 
-    async def counted(admin: Admin) -> dict[str, AppWorkers]:
+    async def counted(admin: Admin, app: str) -> AppWorkers:
         nonlocal snapshots
         snapshots += 1
-        found = await stored(admin)
-        return {
-            of: AppWorkers(tuple(structs.replace(each, agents=Handled(each.agents)) for each in found[of].living))
-            for of in found
-        }
+        living = (await of_app(admin, app)).living
+        return AppWorkers(tuple(structs.replace(each, agents=Handled(each.agents)) for each in living))
 
-    monkeypatch.setattr(worker_records, "stored", counted)
+    monkeypatch.setattr(worker_records, "of_app", counted)
     async with console.client() as client:
         await shown(
             client, "/agents?q=index", f"{len(app.agents)} of {len(app.agents)} agents.", "index MARS idle 0 0 of "

@@ -15,6 +15,7 @@ from aviso_workers import App, Tick
 from aviso_workers.clocks import LoopClock
 from aviso_workers.ops import agent_inventory, agent_report, timer_control, timer_report
 from aviso_workers.state import declarations, failure_records, worker_records
+from aviso_workers.state.worker_records import AppWorkers
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config
 from tests.waits import PATIENCE_SECONDS
@@ -87,13 +88,14 @@ async def test_what_workers_record_of_themselves_has_the_servers_time(
     app: App, url: str | None, start: datetime
 ) -> None:
     async with harness(app, server=url, start=start) as t:
-        admin, workers = t.app.session.admin, {}
+        admin, workers = t.app.session.admin, AppWorkers()
         with anyio.fail_after(PATIENCE_SECONDS):
-            while not (workers := await worker_records.stored(admin)) or not await declarations.stored(admin):
+            while workers == AppWorkers() or not await declarations.stored(admin):
                 await t.advance(0.5)
+                workers = await worker_records.of_app(admin, "contract")
         recorded = await agent_inventory.recorded(admin)
         declared = (await declarations.stored(admin))["contract"]
-    (worker,) = workers["contract"].living
+    (worker,) = workers.living
     said = {
         "started": worker.started,
         "said": worker.said,
@@ -113,4 +115,6 @@ async def test_a_failure_has_the_servers_time_and_is_over_when_it_is(
                 await t.advance(1)
         recorded = await agent_inventory.recorded(admin)
         assert max(abs(recorded.time - each) for each in (stored.since, stored.last)) < A_WHILE
-        assert [row.agent for row in agent_report.failing(recorded)] == ["timer fails"]
+        (row,) = agent_report.failing(recorded)
+        assert (row.agent, row.is_trouble) == ("timer fails", True)
+        assert "`aviso-workers timers run MODULE:APP fails`" in row.cure

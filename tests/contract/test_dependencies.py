@@ -123,8 +123,8 @@ async def test_workers_tell_operators_at_once_what_hinders_them(app: App) -> Non
     async def index(notification: Notification[Any]) -> None: ...
 
     async def said() -> list[tuple[str, str]] | None:
-        workers = (await worker_records.stored(app.session.admin)).get("contract")
-        return [(each.agent, each.text) for each in present(workers.living[0].hindrances)] if workers else None
+        workers = (await worker_records.of_app(app.session.admin, "contract")).living
+        return [(each.agent, each.text) for each in present(workers[0].hindrances)] if workers else None
 
     async with app.running():
         await told(said, [], anyio.sleep)
@@ -147,7 +147,7 @@ async def test_workers_tell_operators_of_it(app: App, url: str | None) -> None:
     async def check(notification: Notification[Any]) -> None: ...
 
     async def away() -> dict[str, str]:
-        workers = (await worker_records.stored(app.session.admin))["contract"].living
+        workers = (await worker_records.of_app(app.session.admin, "contract")).living
         return {name: each.away for worker in workers for name, each in worker.agents.items() if each.away}
 
     async with harness(app, server=url) as t:

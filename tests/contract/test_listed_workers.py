@@ -17,9 +17,11 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notification, RetryPolicy
+from aviso_workers.engine.key_value import RetryingKeyValue
+from aviso_workers.errors import DeniedError
 from aviso_workers.ops import agent_report, snapshots, worker_health
 from aviso_workers.state import declarations, worker_records
-from aviso_workers.state.worker_records import WorkerRecord
+from aviso_workers.state.worker_records import AppWorkers, WorkerRecord
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
@@ -205,6 +207,35 @@ async def test_a_worker_that_was_cut_off_or_killed_is_told_until_it_is_back_or_a
         assert [len(each) for each in await of_app(t)] == [0, 1], "the others have taken their records back"
 
 
+async def test_a_worker_that_may_not_record_itself_any_more_is_not_said_to_be_lost(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if app.config.notification_backend.kind != "in_memory":
+        pytest.skip("it takes minutes")
+    put = RetryingKeyValue.put
+
+    async def denied(bucket: RetryingKeyValue, key: str, value: bytes, **given: Any) -> int:
+        if bucket.name == OF_WORKERS:
+            raise DeniedError("permissions violation")
+        return await put(bucket, key, value, **given)
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        pass
+
+    async with harness(app) as t:
+        await recorded(t, bool)
+        monkeypatch.setattr(RetryingKeyValue, "put", denied)
+        await t.advance(3 * LIVES_SECONDS)
+        now = await snapshots.take(t.app.session.admin)
+        (found,) = agent_report.workers_in_trouble(now)
+        assert (found.state, found.needs) == ("unknown", True)
+        assert "--role worker" in found.cure
+        (of_agent,) = [each.row for each in await agent_report.of_server(t.app.session.admin, app.config, now, now)]
+        assert of_agent.state == "unknown"
+        assert "--role worker" in of_agent.cure
+
+
 async def of_app(t: Harness) -> tuple[tuple[WorkerRecord, ...], tuple[WorkerRecord, ...]]:
     """The workers that live and those that were lost."""
     found = await worker_records.of_app(t.app.session.admin, "contract")
@@ -229,8 +260,7 @@ async def test_two_versions_are_told_once_they_run_for_longer_than_a_deploy_take
         await t.deploy(version("v2"), beside=True)
         await recorded(t, lambda found: len(found) == 2)
         now = await snapshots.take(t.app.session.admin)
-        assert isinstance(now.workers, dict)
-        calm = worker_health.of_app(now.workers["contract"], now=now.recorded.time)
+        calm = worker_health.of_app(now.workers_of("contract"), now=now.recorded.time)
         here = f"{socket.gethostname()}/{os.getpid()}"
         assert (calm.state, calm.why) == ("deploying", f"2 versions run: v1 on {here}, v2 on {here}")
         if url is None:
@@ -351,9 +381,9 @@ async def test_a_worker_that_says_nothing_more_is_forgotten_also_in_a_bucket_wit
     async with app:
         bucket = await app.key_value(OF_WORKERS)  # as somebody else has made it
         await bucket.put("h.1.a", json.dumps(record).encode())
-        assert [*await worker_records.stored(app.session.admin)] == ["contract"]
+        assert await worker_records.of_app(app.session.admin, "contract") != AppWorkers()
         with anyio.fail_after(PATIENCE_SECONDS):
             while True:
-                if not await worker_records.stored(app.session.admin):
+                if await worker_records.of_app(app.session.admin, "contract") == AppWorkers():
                     break
                 await anyio.sleep(0.05)

@@ -124,7 +124,7 @@ class TestAPause:
         (index,) = await looked(t.app.session.admin, t.app.config)
         assert (index.judgement.state, index.judgement.why) == ("half paused", f"only its {paused} are paused")
         of_stream = await snapshots.take(t.app.session.admin, stream="MARS")
-        assert {row.stuck for row in reports.consumers(of_stream, of_stream, stream="MARS")} == {index.judgement.text}
+        assert {row.trouble for row in reports.consumers(of_stream, of_stream, stream="MARS")} == {index.judgement.text}
         await agent_control.pause(t.app.session.admin, INDEX)
         (index,) = await looked(t.app.session.admin, t.app.config)
         assert (index.judgement.state, index.judgement.needs) == ("paused", False)

@@ -29,7 +29,7 @@ def lost(name: str, *, heard: float, started: float = 2 * HOUR) -> WorkerRecord:
 
 def states(*living: WorkerRecord, lost: tuple[WorkerRecord, ...] = ()) -> dict[str, tuple[str, bool]]:
     """The state of each worker by its name, and whether it needs somebody."""
-    found = worker_health.of_workers("field", AppWorkers(living, lost), now=NOW)
+    found = worker_health.of_workers("field", AppWorkers(living, lost), {}, now=NOW)
     return {each.name: (judgement.state, judgement.needs) for each, judgement in found}
 
 
@@ -89,9 +89,20 @@ def test_versions_run_side_by_side_since_the_second_one_began() -> None:
         ((worker("w1"),), (lost("w2", heard=300),), {"w1": ("ready", False), "w2": ("lost", True)}),
         ((), (lost("w2", heard=300),), {"w2": ("lost", True)}),
         (
-            (worker("w1", started=290),),
+            (worker("w1", started=265),),
             (lost("w2", heard=300),),
             {"w1": ("ready", False), "w2": ("replaced", False)},
+        ),
+        # it may have started before the other one was killed, which lived for up to 30 s after its last record
+        (
+            (worker("w1", started=290),),
+            (lost("w2", heard=300),),
+            {"w1": ("ready", False), "w2": ("lost", True)},
+        ),
+        (
+            (worker("w3", started=290), worker("w4", started=200)),
+            (lost("w2", heard=300),),
+            {"w3": ("ready", False), "w4": ("ready", False), "w2": ("replaced", False)},
         ),
         # one that starts is in the place of one
         (
@@ -118,17 +129,59 @@ def test_a_worker_is_said_to_be_what_it_is(
     assert states(*living, lost=gone) == expected
 
 
+@pytest.mark.parametrize(
+    ("place", "state"),
+    [
+        ({}, "replaced"),
+        ({"member": "w2"}, "lost"),
+        ({"host": "elsewhere"}, "lost"),
+    ],
+)
+def test_one_that_a_supervisor_starts_again_at_once_is_replaced(place: dict[str, str], state: str) -> None:
+    """A supervisor starts it on the same host and, in a fleet, by the same name."""
+    other = structs.replace(worker("w1", started=299), **{"process": 2, **place})
+    workers = AppWorkers((other,), (lost("w1", heard=300),))
+    (_, found) = worker_health.of_workers("field", workers, {}, now=NOW)
+    assert found[1].state == state
+
+
 def test_one_that_was_replaced_stays_so_when_the_app_is_stopped_in_order() -> None:
     ended = structs.replace(worker("w1", started=200), ended=True)
     workers = AppWorkers(lost=(lost("w2", heard=300),), ended=(ended,))
-    ((_, found),) = worker_health.of_workers("field", workers, now=NOW)
+    ((_, found),) = worker_health.of_workers("field", workers, {}, now=NOW)
     assert (found.state, found.needs) == ("replaced", False)
+
+
+@pytest.mark.parametrize(
+    ("workers", "consumer", "state"),
+    [
+        (AppWorkers(lost=(lost("w2", heard=300),)), {"num_waiting": 1, "quiet": 400}, "unknown"),
+        (AppWorkers(lost=(lost("w2", heard=300),)), {"num_waiting": 0, "quiet": 200}, "unknown"),
+        # what it did itself before it was killed
+        (AppWorkers(lost=(lost("w2", heard=300),)), {"num_waiting": 0, "quiet": 280}, "lost"),
+        (AppWorkers((worker("w1"),), (lost("w2", heard=300),)), {"num_waiting": 1}, "lost"),
+        (
+            AppWorkers(lost=(lost("w2", heard=300),), ended=(lost("w1", heard=200),)),
+            {"num_waiting": 0, "quiet": 201},
+            "lost",
+        ),
+    ],
+)
+def test_none_is_known_to_be_lost_while_workers_run_that_do_not_record_themselves(
+    workers: AppWorkers, consumer: dict[str, Any], state: str
+) -> None:
+    consumers = {("MARS", "field__index"): health_facts.consumer(**consumer)}
+    found = worker_health.of_workers("field", workers, consumers, now=NOW)[-1][1]
+    assert (found.state, found.needs) == (state, True)
+    assert ("`$KV.field__live.>`" in found.cure) == (state == "unknown")
+    others = {("MARS", "other__index"): health_facts.consumer()}
+    assert worker_health.of_workers("field", workers, others, now=NOW)[-1][1].state == "lost"
 
 
 def test_a_lost_worker_is_said_with_its_time_and_its_host_and_how_to_forget_it() -> None:
     gone = structs.replace(lost("w2", heard=300), key="h'; rm -rf /")
-    ((_, found),) = worker_health.of_workers("field", AppWorkers(lost=(gone,)), now=NOW)
-    assert (found.why, found.since) == ("killed or cut off at 2026-11-29T11:55:00Z, on host", ago(300))
+    ((_, found),) = worker_health.of_workers("field", AppWorkers(lost=(gone,)), {}, now=NOW)
+    assert (found.why, found.since) == ("killed or cut off within 30 s after 2026-11-29T11:55:00Z, on host", ago(300))
     assert "`nats kv del field__live 'h'\"'\"'; rm -rf /'`" in found.cure
 
 
@@ -145,13 +198,13 @@ def test_what_is_in_trouble_is_told_but_for_what_agents_say_of_themselves() -> N
         "timers": AppWorkers((structs.replace(worker("w1"), **WITHOUT_AGENT),)),
         "well": AppWorkers((worker("w1", started=5),), (lost("w2", heard=300),)),
     }
-    found = [(app, name, each.state) for app, name, each in worker_health.troubles(apps, now=NOW)]
+    found = [(app, name, each.state) for app, name, each in worker_health.troubles(apps, {}, now=NOW)]
     assert found == [
         ("field", "all workers", "several versions"),
         ("field", "worker w3", "lost"),
         ("timers", "worker w1", "hindered"),
     ]
-    assert [*worker_health.troubles(Unknown("denied"), now=NOW)] == []
+    assert [*worker_health.troubles(Unknown("denied"), {}, now=NOW)] == []
 
 
 def test_each_agent_in_trouble_has_a_cure_and_no_other_has_one() -> None:

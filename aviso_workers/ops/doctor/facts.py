@@ -48,9 +48,7 @@ from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.doctor.replicas import Groups
 from aviso_workers.ops.health import Unknown
 from aviso_workers.ops.mirrors import Link, Mirrors
-from aviso_workers.ops.snapshots import ServerSnapshot
-from aviso_workers.state import worker_records
-from aviso_workers.state.worker_records import AppWorkers
+from aviso_workers.ops.snapshots import AllWorkers, ServerSnapshot
 from aviso_workers.task_groups import asked_of_each
 
 T = TypeVar("T")
@@ -130,7 +128,7 @@ class _UnsampledFacts(Struct, frozen=True, kw_only=True):
     """Whether JetStream's API refuses requests with unknown fields; None where that is not known."""
     oldest_pending: Mapping[tuple[str, str], datetime] = {}
     """As `snapshots.oldest_pending` returns it."""
-    workers: dict[str, AppWorkers] | Unknown = {}
+    workers: AllWorkers = {}
     """By app, as far as they have recorded themselves."""
 
 
@@ -294,7 +292,7 @@ async def _unsampled_facts(
         dead_letters = _Later(tasks, lambda: ask("dead_letters", lambda: agent_inventory.dead_letters(admin)))
         recorded = _Later(tasks, lambda: ask("records", requests.recorded))
         oldest = _Later(tasks, lambda: ask("streams", lambda: snapshots.oldest_pending(admin, after.consumers)))
-        workers = _Later(tasks, lambda: ask("records", lambda: worker_records.stored(admin)))
+        workers = _Later(tasks, lambda: ask("records", lambda: snapshots.workers(admin, denied=Denials())))
         run_alone = _Later(tasks, lambda: ask("records", lambda: agent_inventory.run_alone(admin, after.streams)))
         due = _Later(tasks, lambda: ask("streams", lambda: agent_inventory.due(admin, after.streams)))
         links = _Later(tasks, lambda: ask("streams", lambda: Mirrors(admin).links(after.streams.values())))

@@ -45,8 +45,6 @@ NO_ROOM = (
     "No worker can create the consumer, because {limit}. Remove consumers that nobody needs (`aviso-workers consumers "
     "ls {{stream}}`), or raise the limit."
 )
-TRACEBACK = "The workers' log has the traceback at `timer.failed`, `task.failed` or `window.failed`."
-RUN_TIMER = TRACEBACK + " When the cause is gone, `aviso-workers timers run MODULE:APP {}` runs the timer again."
 A_WHILE = timedelta(hours=1)
 GOES_ON = frozenset(("blocked", "two programs", "away", "failing", "pacing", "behind", health.UNKNOWN))
 """The states of an agent that handles something still."""
@@ -281,7 +279,7 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
 @declare("JS077", needs=("records",)).says(
     "No timer, no task and no function of a window fails",
     why="The function of a timer or of a window, or a task, raises each time. Nothing else of the app stops for that.",
-    cure=f"{TRACEBACK} It runs again by itself.",
+    cure=agent_report.RUNS_AGAIN,
 )
 def failing_timers(facts: Facts) -> Iterator[Finding]:
     """The check warns of a timer whose last tick failed, and of a task or a function of a window that failed and has
@@ -290,7 +288,7 @@ def failing_timers(facts: Facts) -> Iterator[Finding]:
     for (app, kind, name), failure in facts.recorded.failures.items():
         if (kind != "agents" or failure.of_window) and failure.until > facts.now:
             place = f"{app} > {'window of ' if failure.of_window else ''}{kind.removesuffix('s')} {name}"
-            cure = RUN_TIMER.format(quoted_in_cure(name)) if kind == "timers" else ""
+            cure = agent_report.RUN_TIMER.format(quoted_in_cure(name)) if kind == "timers" else ""
             yield Finding(place=place, found=health.failing_text(failure), cure=cure)
 
 
@@ -304,7 +302,7 @@ def workers_need_somebody(facts: Facts) -> Iterator[Finding]:
     """The check says the [state of each worker and app](health.md#workers-and-apps) that needs somebody. A worker that
     is hindered is left to its agents, of which JS058 says it.
     """
-    for app, name, found in worker_health.troubles(facts.workers, now=facts.now):
+    for app, name, found in worker_health.troubles(facts.workers, facts.consumers, now=facts.now):
         if found.needs:
             yield Finding(place=f"{app} > {name}", found=found.text, cure=found.cure)
 
