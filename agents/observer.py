@@ -17,8 +17,8 @@ import structlog
 from msgspec import Meta, Struct
 
 from aviso_workers import App, Router
-from aviso_workers.backends import ConsumerInfo
 from aviso_workers.errors import BackendError
+from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.ops import agent_report, snapshots
 from aviso_workers.ops.agent_report import AgentHealth
 from aviso_workers.ops.health import Unknown

@@ -19,6 +19,14 @@ from aviso_workers.console.history import sparkline, spoken
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 BACKTICKS = re.compile(r"`([^`\n]+)`")
+COMMAND = re.compile(r"aviso-workers (\S+ \S+)(?: ([-\w]+/[-\w]+)\b)?")
+DONE_ON = {
+    **dict.fromkeys(("streams apply", "streams plan"), "/streams"),
+    **dict.fromkeys(("dead-letters ls", "dead-letters retry", "dead-letters drop"), "/dead-letters"),
+    **dict.fromkeys(("timers run", "timers pause", "timers resume"), "/timers"),
+    **{f"agents {verb}": "/agents/{}" for verb in ("show", "retrying", "retry", "skip", "pause", "resume", "reset")},
+}
+"""The page that does what a command does; `{}` is for the app and the agent."""
 SLOWEST = 0.05
 """Below this rate, nothing is said to change."""
 MOST_ROWS = 1000
@@ -69,8 +77,16 @@ def body(data: bytes) -> str:
 
 
 def commands(text: str) -> Markup:
-    """Return a text whose `backticks` enclose commands and names as HTML."""
-    return Markup(BACKTICKS.sub(r"<code>\1</code>", str(escape(text))))
+    """Return a text whose `backticks` enclose commands and names as HTML. A command links the page that does it."""
+
+    def shown(found: re.Match[str]) -> str:
+        code, command = f"<code>{found[1]}</code>", COMMAND.match(found[1])
+        page = DONE_ON.get(command[1], "") if command else ""
+        if not command or not page or ("{}" in page and not command[2]):
+            return code
+        return f'<a href="{page.format(command[2])}">{code}</a>'
+
+    return Markup(BACKTICKS.sub(shown, str(escape(text))))
 
 
 def pairs(value: Mapping[str, str]) -> str:

@@ -354,6 +354,23 @@ async def test_the_last_deploys_are_shown_with_what_changed(console: Served, app
     assert page.index(change) < page.index("the first start that was recorded"), "the newest comes first"
 
 
+@pytest.mark.parametrize(
+    ("cure", "page"),
+    [
+        ("Run `aviso-workers agents resume field/index`.", "/agents/field/index"),
+        ("`aviso-workers agents retry field/index --all` tries it.", "/agents/field/index"),
+        ("`aviso-workers streams apply`, with `--app MODULE:APP`", "/streams"),
+        ("`aviso-workers dead-letters drop --app field`", "/dead-letters"),
+        ("`aviso-workers timers run MODULE:APP tidy`", "/timers"),
+        ("`aviso-workers agents rm field/index`", ""),
+        ("`aviso-workers agents show APP`, `nats stream rm x`, `&lt;`", ""),
+    ],
+)
+def test_a_command_of_a_cure_links_the_page_that_does_it(cure: str, page: str) -> None:
+    found = re.findall(r'<a href="([^"]*)"><code>', shown_values.commands(cure))
+    assert found == ([page] if page else [])
+
+
 async def test_a_lost_consumer_needs_somebody(console: Served, app: App, nats_server: NatsServer) -> None:
     async with console.client() as client:
         async with app.running():
