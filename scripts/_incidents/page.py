@@ -14,6 +14,7 @@ from _incidents.situations import SITUATIONS
 PAGE = Path(__file__).parents[2] / "docs/operations/incidents.md"
 HERE = socket.gethostname()
 PROCESS = re.compile(r"\b[\w.-]+/\d+(?=: )")
+SINCE = re.compile(r" \(since [^)]*\)")
 NUMBER = re.compile(r"(?<![\w.])\d{1,4}(?!\w)")
 """A number that differs from run to run; JetStream's codes have five digits."""
 HEAD = """# Incidents
@@ -25,7 +26,7 @@ again and every stored notification was handled. `scripts/incidents --write` wri
 - **`agents ls`** is the column `state` of the agent. N stands for a number and TIME for a time.
 - **`doctor`** has the checks that were FAIL or WARN, with `--app` and `--monitor` for all servers. \
 [Checks](checks.md) says what each of them means.
-- **`/readyz`** is the answer of the worker. `/livez` was `200 ok` unless it is named here too.
+- **`/readyz`** is the answer of the worker, without its times. `/livez` was `200 ok` unless it is named here too.
 - **Alerts** are those that fired, each with the time for which its rule must hold first. They were tried with shorter \
 times. The alerts of the doctor need its timer.
 
@@ -67,9 +68,9 @@ def _checks(codes: Iterable[str]) -> str:
 
 
 def _answer(name: str, answer: str) -> str:
-    """Return the answer with its status, which is no number that differs."""
+    """Return the answer with its status, which is no number that differs, and without times."""
     status, _, said = answer.partition(" ")
-    return f"{status} {_general(name, said)}"
+    return f"{status} {_general(name, SINCE.sub('', said))}"
 
 
 def _general(name: str, said: str) -> str:
