@@ -243,6 +243,8 @@ def fate(
     for each in facts.retrying:
         if each.sequence == message.sequence:
             said = f"{back.text}; " if back is not None else ""
+            if not each.attempt:
+                return "away", f"{said}what the agent needs is away: {each.error}; no attempt is used"
             return "blocked" if each.blocked else "retrying", f"{said}failed {each.attempt} times: {each.error}"
     if back is not None:
         return _after_handing_back(health, back)
@@ -292,9 +294,6 @@ def _in_flight(
             does = "at which the agent is blocked" if each.blocked else "which is tried again"
             first = f"{each.stream}@{each.sequence}"
             return "waits behind", f"{first} of the same key, {key}, {does}: {each.error}"
-    for worker, at_work in facts.at_work:
-        if at_work.away:
-            return "in flight", f"what the agent needs is away in worker {worker.name}: {at_work.away}"
     return (
         "in flight, or settled",
         f"it was delivered; everything up to {events.settled} is settled, and of what was delivered since then "

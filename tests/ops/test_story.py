@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers import App, Notification, Notify, RetryPolicy, Window, Windowing
+from aviso_workers import App, Notification, Notify, RetryPolicy, Unavailable, Window, Windowing
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_control, agent_report, audit, snapshots, story
@@ -114,6 +114,17 @@ async def test_what_is_tried_again(app: App) -> None:
     async with app.running():
         await publish(app, 1)
         assert await until(app, "mars@1", "index", "retrying") == "failed 1 times: ValueError: no such field"
+
+
+async def test_what_waits_for_what_is_away(app: App) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        raise Unavailable("the archive is maintained")
+
+    async with app.running():
+        await publish(app, 1)
+        why = await until(app, "mars@1", "index", "away")
+        assert why == "what the agent needs is away: Unavailable: the archive is maintained; no attempt is used"
 
 
 async def test_a_dead_letter_is_handed_back_and_handled_or_dead_again(app: App) -> None:
