@@ -140,6 +140,7 @@ async def act(admin: Admin, audit: Audit, job: Job) -> None:
         return in_time and not job.failures
 
     while job.left:
+        patient = is_patient()
         try:
             for app in job.created:
                 await _stream_of(admin, job, app)
@@ -151,10 +152,10 @@ async def act(admin: Admin, audit: Audit, job: Job) -> None:
                     # Apart by agent: one that cannot be handed back holds up those of no other agent.
                     with anyio.CancelScope(shield=True):  # a portion that has begun is finished, and counted
                         for _, of_agent in groupby(sorted(portion, key=BY_AGENT), key=BY_AGENT):
-                            await _act_on([*of_agent], do, job, patient=is_patient())
+                            await _act_on([*of_agent], do, job, patient=patient)
             return
         except (UnavailableError, OutcomeUnknownError):
-            if not is_patient():
+            if not patient:
                 raise
             if job.done > done:
                 done, failing_since = job.done, anyio.current_time()
