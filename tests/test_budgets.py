@@ -14,7 +14,7 @@ BUDGETS = {
     "code of the core": 22_158,
     "code of agents": 483,
     "code of cli": 3_033,
-    "code of console": 1_521,
+    "code of console": 1_522,
     "code of ops": 8_143,
     "code of projects": 29,
     "code of server": 1_119,
