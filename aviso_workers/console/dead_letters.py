@@ -135,12 +135,9 @@ async def act(admin: Admin, audit: Audit, job: Job) -> None:
     do = partial(StoredDeadLetters.retry if job.hands_back else StoredDeadLetters.drop, stored)
     done, failing_since = -1, 0.0
 
-    def is_patient() -> bool:
-        in_time = job.done > done or anyio.current_time() - failing_since < ELECTION_SECONDS
-        return in_time and not job.failures
-
     while job.left:
-        patient = is_patient()
+        in_time = job.done > done or anyio.current_time() - failing_since < ELECTION_SECONDS
+        patient = in_time and not job.failures
         try:
             for app in job.created:
                 await _stream_of(admin, job, app)

@@ -182,7 +182,7 @@ def judge(facts: AgentFacts) -> Judgement:
             not_known.setdefault(str(error), []).append(name)
     may_be_paused = PAUSED in true or any(PAUSED in names for names in not_known.values())
     state = next((name for name in true if not (may_be_paused and name in MASKED)), "")
-    troubles = [f"{name}: {said}" for name, (_, said) in true.items() if name in BY_NAME or name == PAUSED]
+    troubles = {name: f"{name}: {said}" for name, (_, said) in true.items() if name in BY_NAME or name == PAUSED}
     unknown = [
         f"not known, since {why}: whether it is {', '.join(of)}"
         for why, names in not_known.items()
@@ -191,9 +191,9 @@ def judge(facts: AgentFacts) -> Judgement:
     if unknown and state not in BY_NAME:
         seems = [f"it seems {state}"] if state else []
         why = "; ".join(seems + unknown)
-        return Judgement(state=UNKNOWN, why=why, needs=True, also=tuple(troubles), cure=CURES[UNKNOWN])
+        return Judgement(state=UNKNOWN, why=why, needs=True, also=tuple(troubles.values()), cure=CURES[UNKNOWN])
     since, why = true[state]
-    also = [said for said in troubles if not said.startswith(f"{state}: ")]
+    also = [said for name, said in troubles.items() if name != state]
     if (condition := BY_NAME.get(state)) is None:
         return Judgement(state=state, since=since, why=why, also=tuple(also))
     needs = since is None or (facts.now - since).total_seconds() >= condition.patience

@@ -174,6 +174,7 @@ def _consumer_row(
 ) -> ConsumerRow:
     found = now.consumers[key]
     known = before.consumers.get(key, found)
+    stuck = why_stuck(found, known) if agent is None else ""
     return ConsumerRow(
         stream=key[0],
         consumer=key[1],
@@ -185,8 +186,8 @@ def _consumer_row(
         deliveries=found.deliveries,
         last_settled=found.last_settled,
         paused=found.paused,
-        trouble=why_stuck(found, known) if agent is None else agent.text if agent.is_trouble else "",
-        needs=bool(why_stuck(found, known)) if agent is None else agent.needs,
+        trouble=agent.text if agent is not None and agent.is_trouble else stuck,
+        needs=agent.needs if agent is not None else bool(stuck),
     )
 
 

@@ -45,7 +45,7 @@ MAX_SCANNED = 3000
 SCAN_SECONDS = 1.0
 SKEW = timedelta(seconds=1)
 """The servers that store a notification and its outputs may have different clocks."""
-PROVED = ("handled", "settled")
+PROVED = ("handled", "counted", "settled")
 """The ends of which another one could be true where something may not be read."""
 
 
@@ -186,7 +186,9 @@ async def _kept(admin: Admin, facts: AgentFacts, message: StoredMessage, denied:
     """Return what is kept of the notification at one agent. What is denied is noted."""
     stored, dead = StoredDeadLetters(admin, events=Events()), None
     with noted(denied, "dead letters"):
-        letters = stored.select(Selection(app=facts.app, agent=facts.agent, stream=message.stream))
+        letters = stored.select(
+            Selection(app=facts.app, agent=facts.agent, stream=message.stream, since=_since(message))
+        )
         if facts.dead_letters != 0:
             async with aclosing(letters) as found:
                 async for each in found:

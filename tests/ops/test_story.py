@@ -167,6 +167,21 @@ async def test_a_dead_letter_that_was_erased_is_not_handled(app: App) -> None:
         await until(app, "mars@2", "index", "handled")
 
 
+async def test_a_dead_letter_of_a_stream_that_was_made_again_is_of_no_new_notification(app: App) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        if notification.identifier["step"] == "1":
+            raise ValueError("no such field")
+
+    async with app.running():
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "dead letter")
+        await anyio.sleep(story.SKEW.total_seconds())  # so much the clocks of servers may differ
+        await app.session.admin.delete_stream("MARS")
+        await publish(app, 2)
+        await until(app, "mars@1", "index", "handled")
+
+
 async def test_a_dead_letter_whose_erasing_cannot_be_recorded_stays(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
