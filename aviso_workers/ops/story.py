@@ -176,9 +176,8 @@ async def _why_absent(admin: Admin, config: Config, name: str) -> str:
             f"it is not stored any more: the stream {stream} begins at {info.first_sequence}, and what was before that "
             "has expired, made room, or was purged or deleted"
         )
-    replaced = ""
-    if (most := info.config.max_msgs_per_subject) > 0:
-        replaced = f", or has made room for newer ones, since the stream keeps {most} of each subject"
+    most = info.config.max_msgs_per_subject
+    replaced = f", or has made room for newer ones, since the stream keeps {most} of each subject" if most > 0 else ""
     return f"it is not stored any more: it was deleted or erased, has expired{replaced}"
 
 
@@ -294,8 +293,7 @@ def _in_flight(
     for each in facts.retrying:
         if key and each.key == key and each.sequence < message.sequence:
             does = "at which the agent is blocked" if each.blocked else "which is tried again"
-            first = f"{each.stream}@{each.sequence}"
-            return "waits behind", f"{first} of the same key, {key}, {does}: {each.error}"
+            return "waits behind", f"{each.stream}@{each.sequence} of the same key, {key}, {does}: {each.error}"
     return (
         "in flight, or settled",
         f"it was delivered; everything up to {events.settled} is settled, and of what was delivered since then "
