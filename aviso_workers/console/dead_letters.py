@@ -164,7 +164,7 @@ async def failed_again(admin: Admin, job: Job) -> str:
     """Return in words how many of those that a job has handed back are dead letters again by now, and how many are
     handled.
     """
-    why, waiting = f"the server has not told the rest within {LOOK_SECONDS:g} s", 0
+    why, waiting, settled = f"the server has not told the rest within {LOOK_SECONDS:g} s", 0, False
     try:
         with anyio.move_on_after(LOOK_SECONDS):
             async with job.looking:
@@ -173,6 +173,7 @@ async def failed_again(admin: Admin, job: Job) -> str:
             why = ""
             consumers = await agent_inventory.retries(admin)
             waiting = sum(consumers[agent].lag for agent in job.agents if agent in consumers)
+            settled = not waiting and job.agents <= consumers.keys()
     except NotFoundError as error:
         why = str(error)
     except BackendError as error:
@@ -180,7 +181,7 @@ async def failed_again(admin: Admin, job: Job) -> str:
     handled = job.done - job.failed_again - job.windows
     said = (
         f"{job.failed_again} are dead letters again",
-        f"{handled} of {job.done} are handled" if not (why or waiting) else "",
+        f"{handled} of {job.done} are handled" if settled else "",
         f"and it is not known whether more are: {why}" if why else "",
         f"of {job.windows} windows it is not known" if job.windows else "",
         f"their agents have {waiting} retries to finish" if waiting else "",

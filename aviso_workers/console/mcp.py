@@ -166,7 +166,7 @@ def _plain(value: Any, payloads: bool) -> Any:
 
 def _listed(view: AgentView) -> dict[str, Any]:
     """Return what lists show of an agent. What its state is judged from has thousands of characters."""
-    row, is_counted = view.health.row, view.health.is_counted
+    row, is_counted = view.health.row, view.progress.is_counted
     return {
         **structs.asdict(row),
         **{name: getattr(view, name) for name in COUNTS if is_counted},

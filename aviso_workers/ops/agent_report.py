@@ -65,21 +65,16 @@ class AgentHealth(Struct, frozen=True, kw_only=True):
     """Between the two looks."""
 
     @property
-    def is_counted(self) -> bool:
-        """Whether it is known how many notifications its consumers have."""
-        return _is_counted(self.facts)
-
-    @property
     def lag_rate(self) -> float | None:
         """By how many notifications the lag grows in a second; None where that is not known."""
         before = self.facts.before
-        if before is None or not self.seconds or not (self.is_counted and _is_counted(before)):
+        if before is None or not self.seconds or not (self.facts.is_counted and before.is_counted):
             return None
         return (self.facts.lag - before.lag) / self.seconds
 
     @property
     def row(self) -> AgentRow:
-        facts, known = self.facts, self.is_counted
+        facts, known = self.facts, self.facts.is_counted
         return AgentRow(
             app=facts.app,
             agent=facts.agent,
@@ -91,10 +86,6 @@ class AgentHealth(Struct, frozen=True, kw_only=True):
             rate=self.lag_rate,
             **structs.asdict(self.judgement),
         )
-
-
-def _is_counted(facts: AgentFacts) -> bool:
-    return not isinstance(facts.events, Unknown) and not isinstance(facts.retries, Unknown)
 
 
 async def of_server(

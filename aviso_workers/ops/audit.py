@@ -52,20 +52,19 @@ def this_user() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-async def erased(
-    admin: Admin, app: str, agent: str, notification: tuple[str, int], *, since: datetime
-) -> Erased | None:
-    """Return how the last dead letter of a notification, named by stream and sequence, was erased that an agent had;
-    None where none is recorded. It was stored at `since` or later. Raises `BackendError`.
+async def erased(admin: Admin, stream: str, sequence: int, *, since: datetime) -> dict[tuple[str, str], Erased]:
+    """Return how the last dead letters of a notification, which was stored at `since` or later, were erased, by app and
+    agent. Raises `BackendError`.
     """
+    found: dict[tuple[str, str], Erased] = {}
     if (info := await inventory.existing(admin.stream_info(AUDIT))) is None:
-        return None
-    found = None
-    subjects = (audit_records.erasures_of(app, agent),)
+        return found
+    subjects = (audit_records.erasures_of("*", "*"),)
     reading = admin.read(AUDIT, filter_subjects=subjects, start_time=since, last_sequence=info.last_sequence)
     async with aclosing(reading):
         async for message in reading:
-            found = audit_records.erased(message, *notification) or found
+            if (one := audit_records.erased(message, stream, sequence)) is not None:
+                found[audit_records.agent_of(message.subject)] = one
     return found
 
 

@@ -150,9 +150,7 @@ class StoredDeadLetters:
         last = info.last_sequence
         reading = self._admin.read(
             stream,
-            filter_subjects=(dead_letter_records.subject_of(app, wanted.agent),)
-            if wanted.agent and agents.NAME.fullmatch(wanted.agent)
-            else (),
+            filter_subjects=(),
             start_sequence=min(sequences, default=1),
             last_sequence=min(last, max(sequences, default=last)),
         )

@@ -83,6 +83,11 @@ class AgentFacts(Struct, frozen=True, kw_only=True):
         return [each for each in (self.events, self.retries) if isinstance(each, ConsumerInfo)]
 
     @property
+    def is_counted(self) -> bool:
+        """Whether it is known how many notifications its consumers have."""
+        return not isinstance(self.events, Unknown) and not isinstance(self.retries, Unknown)
+
+    @property
     def pending(self) -> int:
         """The number of notifications that were never delivered yet."""
         return sum(each.num_pending for each in self.consumers)

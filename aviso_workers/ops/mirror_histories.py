@@ -15,12 +15,13 @@ expired there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import anyio
 from msgspec import Struct
 
+from aviso_workers._fast import stored_at
 from aviso_workers.aviso import literals
 from aviso_workers.backends import Admin, Management, Message
 from aviso_workers.errors import BackendError
@@ -200,4 +201,4 @@ def _limit(config: Mapping[str, Any], name: str) -> int:
 
 
 def _time(found: Found) -> datetime:
-    return datetime.fromtimestamp(found.timestamp_ns // 1000 / 1e6, UTC)
+    return stored_at(found.timestamp_ns)

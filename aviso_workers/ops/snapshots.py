@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TypeVar
 
 import anyio
 from msgspec import Struct
 
-from aviso_workers.aviso.literals import SECOND
+from aviso_workers.aviso.codec import store_time
 from aviso_workers.backends import Admin
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
@@ -129,7 +129,7 @@ async def oldest_pending(
         with suppress(NotFoundError, UnavailableError):
             message = await admin.message(stream, sequence, next_by_subject=wanted)
             if message is not None:
-                stored = datetime.fromtimestamp(message.timestamp_ns / SECOND, UTC)
+                stored = store_time(message)
                 found.update(dict.fromkeys(agents[stream, sequence, wanted], stored))
 
     async with task_group() as asking:  # a server waits for a leader that does not answer

@@ -43,6 +43,9 @@ from aviso_workers.state.own_streams import RETRIES
 MAX_SCANNED = 3000
 """Messages among which outputs are looked for."""
 SCAN_SECONDS = 1.0
+ERASURES = "erasures"
+Agent = tuple[str, str]
+"""Its app and its name."""
 SKEW = timedelta(seconds=1)
 """The servers that store a notification and its outputs may have different clocks."""
 PROVED = ("handled", "counted", "settled")
@@ -142,14 +145,15 @@ async def of(
         unreadable = str(error)
     readers = [each for each in agents if each.facts.stream == message.stream]
     topic = schema.topic_of(event_type, config.notification_schema[event_type])
-    fates = []
+    fates, denied = [], Denials()
+    kept = await _kept(admin, readers, message, denied)
     for each in readers:
-        facts, denied = each.facts, Denials()
-        kept = await _kept(admin, facts, message, denied)
+        facts = each.facts
         declared = snapshot.recorded.apps.get(facts.app)
         policy = declared.policies.get(facts.agent, {}) if declared else {}
-        state, why = fate(each, message, kept, topic=topic, policy=policy)
-        if state in PROVED and (said := denied.text()):
+        of_agent = kept.get((facts.app, facts.agent), Kept())
+        state, why = fate(each, message, of_agent, topic=topic, policy=policy)
+        if state in PROVED and (said := denied.text(facts.app, ERASURES)):
             state, why = UNKNOWN, f"{why}; whether it is a dead letter is {said}"
         fates.append(Fate(app=facts.app, agent=facts.agent, state=state, why=why))
     outputs, unsure = await _outputs(admin, message, agents, readers)
@@ -181,45 +185,43 @@ async def _why_absent(admin: Admin, config: Config, name: str) -> str:
     return f"it is not stored any more: it was deleted or erased, has expired{replaced}"
 
 
-async def _kept(admin: Admin, facts: AgentFacts, message: StoredMessage, denied: Denials) -> Kept:
-    """Return what is kept of the notification at one agent. What is denied is noted."""
-    stored, dead = StoredDeadLetters(admin, events=Events()), None
-    with noted(denied, "dead letters"):
-        letters = stored.select(
-            Selection(app=facts.app, agent=facts.agent, stream=message.stream, since=_since(message))
-        )
-        if facts.dead_letters != 0:
-            async with aclosing(letters) as found:
-                async for each in found:
-                    dead = each if each.original.sequence == message.sequence else dead
-    back = await asked(denied, "retries", _handed_back(admin, facts, message), None)
-    erased = await asked(
-        denied,
-        "erasures",
-        audit.erased(admin, facts.app, facts.agent, (message.stream, message.sequence), since=_since(message)),
-        None,
-    )
-    return Kept(dead=dead, back=back, erased=erased)
+async def _kept(
+    admin: Admin, readers: Collection[AgentHealth], message: StoredMessage, denied: Denials
+) -> dict[Agent, Kept]:
+    """Return what is kept of the notification, by agent. What is denied is noted, by app and as `ERASURES`."""
+    erasures = audit.erased(admin, message.stream, message.sequence, since=_since(message))
+    erased = await asked(denied, ERASURES, erasures, {})
+    dead, back = dict[Agent, DeadLetter](), dict[Agent, HandedBack]()
+    for app in sorted({each.facts.app for each in readers}):
+        back |= await asked(denied, app, _handed_back(admin, app, message), {})
+        if any(each.facts.dead_letters != 0 for each in readers if each.facts.app == app):
+            dead |= await asked(denied, app, _dead_letters(admin, app, message), {})
+    return {of: Kept(dead=dead.get(of), back=back.get(of), erased=erased.get(of)) for of in {*dead, *back, *erased}}
 
 
-async def _handed_back(admin: Admin, facts: AgentFacts, message: StoredMessage) -> HandedBack | None:
-    """Return when the notification was last handed back to the agent as a dead letter; None where it was not, within
-    the time for which copies are kept. Raises `BackendError`.
+async def _dead_letters(admin: Admin, app: str, message: StoredMessage) -> dict[Agent, DeadLetter]:
+    """Return the last dead letter of the notification, by agent of an app. Raises `BackendError`."""
+    wanted = Selection(app=app, stream=message.stream, since=_since(message))
+    async with aclosing(StoredDeadLetters(admin, events=Events()).select(wanted)) as found:
+        return {(app, each.agent): each async for each in found if each.original.sequence == message.sequence}
+
+
+async def _handed_back(admin: Admin, app: str, message: StoredMessage) -> dict[Agent, HandedBack]:
+    """Return when the notification was last handed back as a dead letter, by agent of an app, within the time for which
+    copies are kept. Raises `BackendError`.
     """
-    retries, back = own_streams.of_app(RETRIES, facts.app), None
+    retries, back = own_streams.of_app(RETRIES, app), dict[Agent, HandedBack]()
     if (info := await inventory.existing(admin.stream_info(retries))) is None or not info.messages:
-        return None
-    subject = dead_letter_records.retry_subject(facts.app, facts.agent)
-    reading = admin.read(
-        retries, filter_subjects=(subject,), start_time=_since(message), last_sequence=info.last_sequence
-    )
+        return back
+    reading = admin.read(retries, filter_subjects=(), start_time=_since(message), last_sequence=info.last_sequence)
     async with aclosing(reading):
         async for copy in reading:
             original, stream = dead_letter_records.unwrap(copy)
             if (stream, original.sequence) == (message.stream, message.sequence):
                 headers = copy.headers or {}
                 letter, by = (headers.get(name, "") for name in (dead_letter_records.RETRIED, dead_letter_records.BY))
-                back = HandedBack(sequence=copy.sequence, time=store_time(copy), letter=letter, by=by)
+                of = (app, copy.subject.rpartition(".")[2])
+                back[of] = HandedBack(sequence=copy.sequence, time=store_time(copy), letter=letter, by=by)
     return back
 
 

@@ -114,6 +114,12 @@ def erasures_of(app: str, agent: str) -> str:
     return f"{SUBJECT}.erased.{app}.{agent}"
 
 
+def agent_of(subject: str) -> tuple[str, str]:
+    """Return the app and the agent of such a subject."""
+    *_, app, agent = subject.split(".")
+    return app, agent
+
+
 def erasures(by: str, dead_letters: Sequence[DeadLetter]) -> Iterator[Message]:
     """Yield the messages that record that somebody erases dead letters, one for each agent."""
     for app, agent in sorted({(each.app, each.agent) for each in dead_letters}):

@@ -10,14 +10,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
 
 from aviso_workers.config import Secret
 from aviso_workers.errors import ConfigError
-from aviso_workers.telemetry import failed_logins, status
-from aviso_workers.telemetry.failed_logins import MAX_FAILED
+from aviso_workers.telemetry import status
+from aviso_workers.telemetry.failed_logins import FAILED_SECONDS, MAX_FAILED
 from aviso_workers.telemetry.status import Health, StatusServer
 from tests.waits import PATIENCE_SECONDS
 
@@ -142,19 +144,26 @@ def test_metrics_with_a_token_are_for_who_sends_it(health: Health, header: str) 
 
 
 def test_wrong_tokens_are_logged_and_slowed(health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failed_logins, "FAILED_SECONDS", 0.1)
-    asked = ["Bearer a-guess"] * 2 * MAX_FAILED
+    waits, answered = queue.Queue[float](), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waits.put(seconds)
+        answered.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     with (
         capture_logs() as logged,
         StatusServer(
             host="127.0.0.1", port=0, health=health, metrics=lambda _: (b"", TEXT), token=Secret("the-token")
         ) as server,
-        ThreadPoolExecutor(len(asked)) as pool,
+        ThreadPoolExecutor(MAX_FAILED) as pool,
     ):
-        began = time.monotonic()
-        answers = [code for code, _ in pool.map(lambda each: get(server, "/metrics", authorization=each), asked)]
-        assert sorted(answers) == [401] * MAX_FAILED + [429] * MAX_FAILED
-        assert time.monotonic() - began >= MAX_FAILED * failed_logins.FAILED_SECONDS
+        guess = partial(get, server, "/metrics", authorization="Bearer a-guess")
+        slowed = [(pool.submit(guess), waits.get(timeout=PATIENCE_SECONDS)) for _ in range(MAX_FAILED)]
+        assert [seconds for _, seconds in slowed] == [(n + 1) * FAILED_SECONDS for n in range(MAX_FAILED)]
+        assert [guess()[0] for _ in range(MAX_FAILED)] == [429] * MAX_FAILED
+        answered.set()
+        assert [guessing.result()[0] for guessing, _ in slowed] == [401] * MAX_FAILED
         assert get(server, "/metrics")[0] == 401
         assert get(server, "/metrics", authorization="Bearer the-token")[0] == 200
     told = [(line["event"], line["address"]) for line in logged]
