@@ -1,10 +1,12 @@
-"""The rates of the last hour, from Prometheus: the console keeps no history of its own."""
+"""The rates of the last hour, from Prometheus; without one, those that the console has seen itself."""
 
 from __future__ import annotations
 
 import base64
 import math
+from collections import defaultdict, deque
 from collections.abc import Mapping
+from itertools import pairwise
 from urllib.parse import SplitResult, unquote, urlencode, urlsplit
 
 import anyio
@@ -18,22 +20,56 @@ from aviso_workers.errors import describe
 QUERY = 'sum by (app, agent) (rate(aviso_worker_notifications_total{outcome="acked"}[2m]))'
 SPAN_SECONDS = 3600
 POINTS = 60
+STEP_SECONDS = 15
+"""Between two points of what the console has seen itself."""
 ANSWER_SECONDS = 3.0
 """For the whole answer, however it comes."""
 MAX_BYTES = 8 * 2**20
 RECEIVED_BYTES = 65536
-WIDTH, HEIGHT = 120, 22
+WIDTH, HEIGHT = 88, 18
 
 Agent = tuple[str, str]
 
 
 class Rates(Struct, frozen=True, kw_only=True):
-    """Notifications acked in a second over the last hour, by app and agent."""
+    """Notifications handled in a second over the last time, by app and agent."""
 
     by_agent: Mapping[Agent, list[float]] = {}
-    """A value for each minute; NaN where Prometheus has none."""
+    """Values at equal distances; NaN where none is known."""
     error: str = ""
-    """Why there are none."""
+    """Why those of Prometheus are not known."""
+    span: str = ""
+    """The time that they cover, as `15 min`."""
+
+    @property
+    def total(self) -> list[float]:
+        """The values of all agents together."""
+        columns = [[value for value in column if math.isfinite(value)] for column in zip(*self.by_agent.values(), strict=True)]
+        return [sum(column) if column else math.nan for column in columns]
+
+
+class Recent:
+    """The rates of the last quarter of an hour, as the console has seen them while somebody looked."""
+
+    def __init__(self) -> None:
+        self._seen = deque[tuple[float, Mapping[Agent, int]]](maxlen=POINTS + 1)
+        """When it has looked, by a monotonic clock, and the deliveries of each agent until then."""
+
+    def add(self, at: float, deliveries: Mapping[Agent, int]) -> None:
+        """Take note of the deliveries of each agent until now."""
+        if not self._seen or at - self._seen[-1][0] >= STEP_SECONDS:
+            self._seen.append((at, deliveries))
+
+    def rates(self, now: float) -> Rates:
+        """Return them as they are at this time."""
+        found = defaultdict[Agent, list[float]](lambda: [math.nan] * POINTS)
+        for (before, former), (after, later) in pairwise(self._seen):
+            place = POINTS - 1 - int((now - after) / STEP_SECONDS)
+            if place < 0 or after - before > 2 * STEP_SECONDS:
+                continue  # nobody looked meanwhile
+            for agent, count in later.items():
+                found[agent][place] = max(0, count - former.get(agent, count)) / (after - before)
+        return Rates(by_agent=found, span=f"{POINTS * STEP_SECONDS / 60:.0f} min")
 
 
 class _Series(Struct):
@@ -65,7 +101,8 @@ async def rates(url: str) -> Rates:
             by_agent={
                 (series.metric.get("app", ""), series.metric.get("agent", "")): _filled(series, begin, step)
                 for series in found
-            }
+            },
+            span="1 h",
         )
     except TimeoutError:
         return Rates(error=f"Prometheus has not answered: not within {ANSWER_SECONDS:g} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 
@@ -13,7 +14,7 @@ from msgspec import Struct, structs
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
-from aviso_workers.console.history import Rates, rates
+from aviso_workers.console.history import Rates, Recent, rates
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError, describe
 from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, reports, snapshots, worker_health
 from aviso_workers.ops.agent_report import AgentHealth, AgentRow
@@ -137,13 +138,19 @@ class Overview(Struct, frozen=True, kw_only=True):
     new_dead_letters: int | None
     """Those of the last 24 hours; None where our user may not ask for them."""
     rates: Rates
-    """Those of the last hour, where the configuration names a Prometheus."""
+    """Those of the last hour where the configuration names a Prometheus; else those that the console has seen."""
     snapshot: ServerSnapshot
 
     def workers_of(self, app: str) -> AppWorkers:
         """Return the workers of an app, as far as they have recorded themselves."""
         found = self.snapshot.workers_of(app)
         return AppWorkers() if isinstance(found, Unknown) else found
+
+    @property
+    def workers_known(self) -> int:
+        """How many workers live, as far as they have recorded themselves."""
+        apps = () if isinstance(self.snapshot.workers, Unknown) else self.snapshot.workers.values()
+        return sum(len(each.living) for each in apps if not isinstance(each, Unknown))
 
     def health_of(self, app: str) -> Judgement:
         """Return how an app is."""
@@ -158,7 +165,7 @@ class Watcher:
         self._config = config
         self._newest: Overview | None = None
         self._looked_at = self._rates_at = -math.inf
-        self._rates = Rates()
+        self._rates, self._recent = Rates(), Recent()
         self._of_a_day: dict[tuple[str, str], tuple[int, float, int]] = {}
         """By app and agent: all of its dead letters, when those of the last 24 hours were counted, and how many."""
         self._asked = anyio.Event()
@@ -227,6 +234,7 @@ class Watcher:
         config, differing = aviso_admin.with_declared(self._config, recorded.apps)
         found = await agent_report.of_server(self._admin, config, snapshot, before.snapshot if before else None)
         of_a_day = await self._dead_letters_of_a_day(snapshot, [each.facts for each in found])
+        self._recent.add(snapshot.at, _deliveries(each.facts for each in found))
         return Overview(
             time=recorded.time,
             seconds=snapshot.at - before.snapshot.at if before else 0.0,
@@ -253,7 +261,8 @@ class Watcher:
         url = self._config.workers.console.prometheus
         if url is not None and anyio.current_time() - self._rates_at > RATES_SECONDS:
             self._rates, self._rates_at = await rates(url), anyio.current_time()
-        return self._rates
+        recent = self._recent.rates(anyio.current_time())
+        return structs.replace(recent, error=self._rates.error) if url is None or self._rates.error else self._rates
 
     async def _new_dead_letters(self, snapshot: ServerSnapshot) -> int | None:
         found = {name: each for name, each in snapshot.streams.items() if own_streams.app_of(DEAD_LETTERS, name)}
@@ -284,6 +293,13 @@ class Watcher:
                 known[key] = (totals[key], time, await agent_inventory.dead_letters_since(self._admin, *key, since))
         self._of_a_day = known
         return {key: count for key, (total, _, count) in known.items() if total}
+
+
+def _deliveries(facts: Iterable[AgentFacts]) -> dict[tuple[str, str], int]:
+    found = Counter[tuple[str, str]]()
+    for each in facts:
+        found[each.app, each.agent] += each.deliveries
+    return dict(found)
 
 
 def _why_unknown(error: Exception) -> str:

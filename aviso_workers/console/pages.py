@@ -14,6 +14,7 @@ from aviso_workers.console import dead_letters, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
+from aviso_workers.console.shown import part_of
 from aviso_workers.errors import BackendError, NotFoundError
 from aviso_workers.ops import aviso_admin, story, stream_policy, timer_report, worker_health
 from aviso_workers.ops import doctor as doctor_
@@ -27,6 +28,8 @@ from aviso_workers.state.lease_records import Leader
 from aviso_workers.state.timer_requests import Run
 
 SHOWN_ACTIONS = 200
+MOST_CAUSES = 5
+"""Of how many agents the page Now names the dead letters of the last day."""
 NEARLY_FULL = 0.9
 DOCTOR_SECONDS = 1.0
 
@@ -74,17 +77,25 @@ async def now(question: Question) -> Page:
     troubled = sorted((view for view in overview.agents if view.judgement.is_trouble), key=_by_state)
     streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _refuses(overview, row))]
     stale = stale_text(overview, question.watcher)
+    sentence, tone = _sentence(overview, troubled, len(streams))
+    of_day = {(view.progress.app, view.progress.agent): view.dead_letters_of_a_day or 0 for view in overview.agents}
+    most = sorted(((count, of) for of, count in of_day.items() if count), reverse=True)[:MOST_CAUSES]
     values = {
         "overview": overview,
         "down": "",
         "stale": stale,
         "denied": denied,
-        "troubled": troubled,
+        "needs": [view for view in troubled if view.judgement.needs],
+        "waits": [view for view in troubled if not view.judgement.needs],
         "paused": [view for view in overview.agents if view.state == "paused"],
         "streams": streams,
-        "sentence": "" if stale else _sentence(overview, troubled, len(streams)),
+        "sentence": sentence,
+        "tone": tone,
+        "causes": ", ".join(f"{count:,} of {app}/{agent}" for count, (app, agent) in most),
         "lag": sum(view.progress.lag for view in overview.agents),
         "rate": sum(view.handled_rate for view in overview.agents),
+        "workers": overview.workers_known,
+        "lost": len([row for row in overview.workers_in_trouble if row.state == "lost"]),
     }
     return Page("now.html", "Now", values, live=True)
 
@@ -101,33 +112,37 @@ def _refuses(overview: Overview, row: StreamRow) -> str:
     return f"{row.used:.0%} of its limit is used, and when it is full it refuses what is new"
 
 
-def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> str:
-    """Return the health of everything in one sentence."""
+def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> tuple[str, str]:
+    """Return the health of everything in one sentence, and its tone."""
     denied = overview.snapshot.denied.subjects()
     if not overview.agents and not denied:
-        return "No agent is known here."
-    said = [
+        return "No agent is known here.", ""
+    needs = [
         _counted(sum(view.judgement.needs for view in troubled), "agent needs you", "agents need you"),
-        _counted(
-            sum(not view.judgement.needs for view in troubled),
-            "agent is in trouble that may pass",
-            "agents are in trouble that may pass",
-        ),
         _counted(len(overview.failing), "timer or task fails", "timers and tasks fail"),
         _counted(
             len([row for row in overview.workers_in_trouble if row.needs]),
             "worker or app needs you",
             "workers and apps need you",
         ),
-        _counted(
-            overview.new_dead_letters or 0, "dead letter of the last day waits", "dead letters of the last day wait"
-        ),
         _counted(streams, "stream has trouble", "streams have trouble"),
         _counted(len(overview.snapshot.unavailable), "stream or consumer is away", "streams and consumers are away"),
         f"nothing is known of what {', '.join(denied)} would tell" if denied else "",
     ]
-    found = ", ".join(filter(None, said))
-    return f"{found[0].upper()}{found[1:]}." if found else "Nothing needs you."
+    waits = [
+        _counted(
+            sum(not view.judgement.needs for view in troubled),
+            "agent is in trouble that may pass",
+            "agents are in trouble that may pass",
+        ),
+        _counted(
+            overview.new_dead_letters or 0, "dead letter of the last day waits", "dead letters of the last day wait"
+        ),
+    ]
+    found = ", ".join(filter(None, needs + waits))
+    if not found:
+        return "Nothing needs you.", "good"
+    return f"{found[0].upper()}{found[1:]}.", "bad" if any(needs) else "warn"
 
 
 def _counted(count: int, one: str, several: str) -> str:
@@ -151,6 +166,16 @@ ORDERS: dict[str, Callable[[AgentView], Any]] = {
 }
 
 
+SHOWN: dict[str, tuple[str, Callable[[AgentView], bool]]] = {
+    "": ("All", lambda view: True),
+    "needs": ("Need you", lambda view: view.judgement.needs),
+    "trouble": ("In trouble", lambda view: view.judgement.is_trouble),
+    "paused": ("Paused", lambda view: view.state == "paused"),
+    "well": ("Well", lambda view: not view.judgement.is_trouble and view.state != "paused"),
+}
+"""What of the agents is shown: its name in the address, its label, and whether an agent belongs to it."""
+
+
 async def agents(question: Question) -> Page:
     """All agents, with filters and orders that stand in the address."""
     overview = await question.overview()
@@ -163,11 +188,15 @@ async def agents(question: Question) -> Page:
         and state in ("", view.state)
         and app in ("", view.progress.app)
     ]
+    kinds = {name: [view for view in found if belongs(view)] for name, (_, belongs) in SHOWN.items()}
     values = {
         "overview": overview,
         "stale": stale_text(overview, question.watcher),
         "denied": overview.snapshot.denied.text(),
-        "agents": sorted(found, key=ORDERS.get(order, _by_state)),
+        "agents": part_of(
+            sorted(kinds.get(question.asked("show"), found), key=ORDERS.get(order, _by_state)), question.asked("page")
+        ),
+        "chips": [(name, label, len(kinds[name])) for name, (label, _) in SHOWN.items()],
         "failing": [row for row in overview.failing if app in ("", row.app)] if not text and not state else [],
         "order": order,
         "orders": list(ORDERS),

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any
 
+from jinja2 import pass_context
+from jinja2.runtime import Context
 from markupsafe import Markup, escape
+from msgspec import Struct
 from rich.filesize import decimal
 
 from aviso_workers.aviso.literals import body_text, time_text
 from aviso_workers.console.history import sparkline, spoken
+from aviso_workers.ops.health import Judgement
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 BACKTICKS = re.compile(r"`([^`\n]+)`")
@@ -27,8 +31,12 @@ DONE_ON = {
     **{f"agents {verb}": "/agents/{}" for verb in ("show", "retrying", "retry", "skip", "pause", "resume", "reset")},
 }
 """The page that does what a command does; `{}` is for the app and the agent."""
+MOVES = ("working", "catching up", "ready", "runs", "deploying")
+"""The calm states in which something moves."""
 SLOWEST = 0.05
 """Below this rate, nothing is said to change."""
+PAGE_ROWS = 100
+"""Of a list that is shown in parts."""
 MOST_ROWS = 1000
 """Of each app, in one table or list: a page of some megabytes holds up the browser and the other pages."""
 
@@ -42,6 +50,40 @@ def time(value: datetime | None) -> str:
 def ago(value: datetime | None, now: datetime) -> str:
     """Return how long ago it was, as `3 min`; a dash where that is not known. `now` is by the same clock."""
     return duration(max(0.0, (now - value).total_seconds())) if value is not None else "–"
+
+
+@pass_context
+def when(context: Context, value: datetime | None, now: datetime | None = None) -> Markup:
+    """Return a moment as HTML, with the whole time in its title: `3 min ago`, or the time itself where the reader wants
+    exact times, or `now` is not given.
+    """
+    is_exact = now is None or context.resolve("exact")
+    return _moment(value, time(value) if is_exact or now is None else f"{ago(value, now)} ago")
+
+
+@pass_context
+def lasting(context: Context, since: datetime | None, now: datetime) -> Markup:
+    """Return since when something is so, as `for 3 min`, or with the time itself where the reader wants exact times."""
+    return _moment(since, f"since {time(since)}" if context.resolve("exact") else f"for {ago(since, now)}")
+
+
+def _moment(value: datetime | None, text: str) -> Markup:
+    if value is None:
+        return Markup("–")
+    with suppress(OverflowError):
+        value = value.astimezone(UTC)
+    return Markup('<time datetime="{}" title="{} UTC">{}</time>').format(
+        value.isoformat(), f"{value:%a %d %b %Y, %H:%M:%S}", text
+    )
+
+
+def tone(judgement: Judgement) -> str:
+    """Return who must act, as the class of a style: `bad` where somebody is needed, `warn` where it may pass, `good`
+    where it moves; empty where there is nothing to say.
+    """
+    if judgement.needs:
+        return "bad"
+    return "warn" if judgement.is_trouble else "good" if judgement.state in MOVES else ""
 
 
 def duration(seconds: float | None) -> str:
@@ -107,9 +149,35 @@ def first_of_each(rows: Iterable[Any], app: str = "") -> tuple[list[Any], dict[s
     return shown, {of: count - MOST_ROWS for of, count in counts.items() if count > MOST_ROWS}
 
 
+class Part(Struct, frozen=True):
+    """A part of a long list."""
+
+    rows: Sequence[Any]
+    page: int
+    pages: int
+    total: int
+    first: int
+    """The place of its first row, from 1."""
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.rows) - 1
+
+
+def part_of(rows: Sequence[Any], page: str) -> Part:
+    """Return a part of a list, by its number from 1; the first one for what is no number, the last one beyond it."""
+    pages = max(1, -(-len(rows) // PAGE_ROWS))
+    number = min(pages, max(1, int(page) if page.isdecimal() and len(page) < 9 else 1))
+    begin = (number - 1) * PAGE_ROWS
+    return Part(rows[begin : begin + PAGE_ROWS], number, pages, len(rows), begin + 1)
+
+
 FILTERS = {
     "time": time,
     "ago": ago,
+    "when": when,
+    "lasting": lasting,
+    "tone": tone,
     "duration": duration,
     "number": number,
     "rate": rate,

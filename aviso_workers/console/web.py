@@ -62,6 +62,8 @@ WRITE_SECONDS = 10.0
 UNCHANGED_SECONDS = 15.0
 """After so long without a change, a comment shows that the console is there."""
 LIVE = "live"
+TIMES, EXACT = "times", "exact"
+"""The field of an address, and the cookie, by which a reader has chosen exact times."""
 HANDED_OVER = "handed_over"
 """A key of the state of connections that the status port of a fleet has accepted."""
 
@@ -204,7 +206,10 @@ class _Views:
                 return JSONResponse(page.values, headers={"content-disposition": f"attachment; filename={page.title}"})
             if question.live == "stream" and page.live and request.method == "GET":
                 return self._stream(request, page, lambda: make(question))
-            return HTMLResponse(self._whole(request, page), page.status)
+            answered = HTMLResponse(self._whole(request, page), page.status)
+            if TIMES in request.query_params:
+                answered.set_cookie(TIMES, EXACT if _is_exact(request) else "ago", httponly=True, samesite="strict")
+            return answered
 
         return answer
 
@@ -251,12 +256,14 @@ class _Views:
     def _context(self, request: Request, page: Page) -> dict[str, Any]:
         query = dict(request.query_params)
         live = query.pop(LIVE, "")
+        query.pop(TIMES, "")
         return {
             **page.values,
             "page": page,
             "visitor": _visitor(request),
             "nonce": request.state.nonce,
             "path": request.url.path,
+            "exact": _is_exact(request),
             "query": query,
             "is_live": page.live and live != "off",
             "address": lambda **changed: _address(request.url.path, query, live, changed),
@@ -308,6 +315,10 @@ async def _in_time(making: Awaitable[Page], seconds: float = PAGE_SECONDS) -> Pa
 
 def _event(html: str) -> str:
     return "".join(f"data: {line}\n" for line in html.splitlines()) + "\n"
+
+
+def _is_exact(request: Request) -> bool:
+    return request.query_params.get(TIMES, request.cookies.get(TIMES)) == EXACT
 
 
 def _visitor(request: Request) -> Visitor:
