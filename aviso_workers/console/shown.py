@@ -131,6 +131,11 @@ def commands(text: str) -> Markup:
     return Markup(BACKTICKS.sub(shown, str(escape(text))))
 
 
+def capital(text: str) -> str:
+    """Return a text as the begin of a sentence."""
+    return text[:1].upper() + text[1:]
+
+
 def pairs(value: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {each}" for name, each in value.items())
 
@@ -185,6 +190,7 @@ FILTERS = {
     "part": part,
     "body": body,
     "commands": commands,
+    "capital": capital,
     "pairs": pairs,
     "first_of_each": first_of_each,
     "sparkline": sparkline,
