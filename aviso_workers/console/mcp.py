@@ -44,7 +44,7 @@ Ask = Callable[[Make, dict[str, str]], Awaitable[Page]]
 
 TOOLS: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
     **{make.__name__: (make, (), ()) for make in (pages.now, pages.timers, pages.spark, pages.apps, pages.doctor)},
-    "agents": (pages.agents, (), ("q", "app", "state", "order")),
+    "agents": (pages.agents, (), ("q", "app", "state", "order", "show", "page")),
     "agent": (pages.agent, ("app", "agent"), ()),
     "app": (pages.app, ("app",), ()),
     "dead_letters": (pages.all_dead_letters, (), dead_letters.FILTERS),

@@ -263,7 +263,7 @@ async def test_another_address_is_no_proxy(config: Config) -> None:
 async def test_without_users_everybody_on_this_machine_has_all_rights(config: Config) -> None:
     async with served(with_console(config)) as console, console.client(None) as client:
         page = text_of((await client.get("/settings")).text)
-    assert "somebody on this machine, may apply, drop, pause, payload, read, reset, retry, run." in page
+    assert "somebody on this machine, may apply, drop, pause, payload, read, reset, retry, run" in page
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "console.example"])

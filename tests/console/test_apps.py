@@ -52,7 +52,7 @@ def catalogue(config: Config) -> App:
 
 async def test_it_shows_what_the_code_declares(console: Served, catalogue: App, nats_server: NatsServer) -> None:
     async with harness(catalogue, server=nats_server.url), console.client(READER) as client:
-        page = await shown(client, PAGE, "AsyncAPI document as a worker recorded it")
+        page = await shown(client, PAGE, "catalogue AsyncAPI document")
         found = await client.get(f"{PAGE}?as=asyncapi")
         missing = await client.get("/apps/other")
     assert "agent index publishes to indexed" in page
@@ -99,7 +99,7 @@ async def test_outputs_and_causes_lead_to_each_other(
     async with harness(catalogue, server=nats_server.url) as t, console.client() as client:
         await publish(catalogue, 3, 1, 2, payload=FIELD)
         await t.settle()
-        await shown(client, PAGE, "AsyncAPI document as a worker")
+        await shown(client, PAGE, "catalogue AsyncAPI document")
         cause = await client.get("/notification?name=mars@2")
         none = text_of((await client.get("/notification?name=mars@1")).text)
         output = await client.get("/notification?name=INDEXED@1")
@@ -126,7 +126,7 @@ async def test_an_output_with_a_message_id_of_its_author_is_found_by_its_trace(
             ]
         )
         await t.settle()
-        await shown(client, PAGE, "AsyncAPI document as a worker")
+        await shown(client, PAGE, "catalogue AsyncAPI document")
         page = await shown(client, "/notification?name=mars@1", "INDEXED@1 not known, in the same trace indexed.")
     assert "INDEXED@2" not in page
 

@@ -43,7 +43,7 @@ async def test_an_asyncapi_document_that_cannot_be_read_is_said_to_be_none(
     await publish(app, 1)
     await running.settle()
     async with console.client() as client:
-        await shown(client, PAGE, "AsyncAPI document as a worker")
+        await shown(client, PAGE, "AsyncAPI document As a worker")
         bucket = await consumer_records.bucket(console.admin, "field-index")
         value = stored if isinstance(stored, bytes) else json.dumps(stored).encode()
         await bucket.put(declarations.document_key("field-index"), value)
@@ -56,7 +56,7 @@ async def test_what_a_newer_version_adds_to_a_document_is_left_alone(
 ) -> None:
     newer = {**WHOLE, "operations": {"index": {**OPERATION, "x-new": 1}}, "x-new": {}}
     async with console.client() as client:
-        await shown(client, PAGE, "AsyncAPI document as a worker")
+        await shown(client, PAGE, "AsyncAPI document As a worker")
         bucket = await consumer_records.bucket(console.admin, "field-index")
         await bucket.put(declarations.document_key("field-index"), json.dumps(newer).encode())
         assert (await client.get(f"{PAGE}?as=asyncapi")).json() == newer
@@ -68,7 +68,7 @@ async def test_a_time_that_utc_does_not_have_is_shown_as_it_is(
 ) -> None:
     deploy = {"time": time, "version": "9", "fingerprint": "f", "changed": ["agent odd: added"]}
     async with console.client() as client:
-        await shown(client, PAGE, "AsyncAPI document as a worker")
+        await shown(client, PAGE, "AsyncAPI document As a worker")
         bucket = await consumer_records.bucket(console.admin, "field-index")
         await bucket.put("field-index/deploys", json.dumps([deploy]).encode())
         await shown(client, PAGE, "agent odd: added", time)

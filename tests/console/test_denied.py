@@ -33,14 +33,14 @@ DEAD = "aviso_workers_dead_letters__field-index"
 SHOWN = {
     "/": "field-index/blocks",
     "/agents": "field-index/blocks",
-    AGENT: "field-index/blocks MARS",
+    AGENT: "Agents / field-index blocks",
     LETTERS: "no such field",
     LETTER: "attempts_exhausted",
     TRAIL: "/data/3",
     "/timers": "field-index/report",
     "/streams": "aviso_workers_retries__field-index",
     "/spark": "Nothing is known of Spark",
-    "/apps": "report (",
+    "/apps": "blocks, report",
     "/apps/field-index": "Last deploys",
     "/doctor": "checks passed",
     "/audit": "pause-timer",
@@ -267,7 +267,7 @@ async def test_what_cannot_be_known_is_not_told_as_well(nats_server: NatsServer,
         await app.session.backend.create_stream(dead_letter_records.stream_spec(app.name, app.config))
         async with served(config_of(nats_server, lack)) as console, console.client() as client:
             now = await shown(client, "/", "othing is known of what $JS.API.")
-            agents = await shown(client, "/agents", f"field-index/index MARS {state}")
+            agents = await shown(client, "/agents", f"{state} field-index/index MARS")
     assert "Nothing needs you" not in now
     assert ("1 agent needs you" in now) is (state == "unknown")
     assert "not known, since the server denies our user" in agents.lower()

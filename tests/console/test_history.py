@@ -55,10 +55,10 @@ async def test_the_rate_of_an_agent_is_drawn_from_a_real_prometheus(
             for step in range(5):
                 fields = [f"{name}={value}" for name, value in {**publishing, "step": step}.items()]
                 assert start("notify", "mars", *fields, "--config", file).end() == 0
-            page = await shown(client, "/agents", "last hour")
+            page = await shown(client, "/agents", "1 h")
             html = (await client.get("/agents")).text
     assert "field-index/index" in page
-    assert 'aria-label="acked per second in the last hour: now ' in html
+    assert 'aria-label="handled per second in the last 1 h: now ' in html
     assert '<path d="M' in html
 
 
@@ -158,8 +158,8 @@ async def answering(
     [
         ([], ""),
         ([math.nan], ""),
-        ([0.0, 0.0], "M0,21.0h0L2,21.0"),
-        ([0.0, math.nan, 5.0, 10.0], "M0,21.0h0M4,11.0h0L6,1.0"),
+        ([0.0, 0.0], "M0,17.0h0L1,17.0"),
+        ([0.0, math.nan, 5.0, 10.0], "M0,17.0h0M3,9.0h0L4,1.0"),
     ],
 )
 def test_a_sparkline_is_as_high_as_its_values_and_has_gaps(values: list[float], data: str) -> None:
