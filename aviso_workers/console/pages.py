@@ -274,7 +274,7 @@ async def job(question: Question) -> Page:
 
 async def notification(question: Question) -> Page:
     """One notification and what has become of it at each agent, or the newest ones with values of an identifier."""
-    name, told, found = question.asked("name"), None, None
+    name, told, found, overview = question.asked("name"), None, None, None
     if name:
         admin, overview = question.actions.admin, await question.overview()
         if "@" in name.split()[0]:
@@ -282,7 +282,8 @@ async def notification(question: Question) -> Page:
             told = await story.of(admin, overview.config, name, agents, overview.snapshot)
         else:
             found = await aviso_admin.search(admin, overview.config, name)
-    return Page("notification.html", name or "One notification", {"story": told, "found": found})
+    values = {"story": told, "found": found, "now": overview.time if overview else None}
+    return Page("notification.html", name or "Find a notification", values)
 
 
 class _TimerRow(Struct, frozen=True, kw_only=True):

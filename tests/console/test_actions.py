@@ -133,7 +133,7 @@ async def test_a_job_says_that_all_are_handled(console: Served, app: App, runnin
         mended = True
         await confirmed(client, "retry-dead-letters", agent="fails")
         await shown(client, "/jobs/1", "of these, by now 0 are dead letters again; 3 of 3 are handled")
-        handled = await shown(client, "/notification?name=mars@1", "field-index/fails handled handed back at 20")
+        handled = await shown(client, "/notification?name=mars@1", "handled field-index/fails Handed back at 20")
     assert " by anna, console, and settled since" in handled
 
 
@@ -142,7 +142,7 @@ async def test_what_was_erased_from_the_console_says_by_whom(console: Served, ap
     async with console.client() as client:
         await shown(client, "/dead-letters", "1 of 1 dead letters.")
         await confirmed(client, "drop-dead-letters", agent="fails")
-        erased = await shown(client, "/notification?name=mars@1", "field-index/fails erased its dead letter 1 was ")
+        erased = await shown(client, "/notification?name=mars@1", "erased field-index/fails Its dead letter 1 was ")
     assert " by anna, console" in erased
 
 

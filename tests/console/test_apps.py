@@ -106,8 +106,8 @@ async def test_outputs_and_causes_lead_to_each_other(
         monkeypatch.setattr(story, "MAX_SCANNED", 1)
         cut = text_of((await client.get("/notification?name=mars@2")).text)
     assert re.findall(r'href="/notification\?name=(INDEXED[^"]*)"', cause.text) == ["INDEXED%401"]
-    assert "INDEXED@1 catalogue/index indexed." in text_of(cause.text)
-    assert "Nothing is found in the streams to which" in none
+    assert "catalogue/index published INDEXED@1 while it handled it: indexed." in text_of(cause.text)
+    assert "INDEXED" not in none
     assert 'href="/notification?name=MARS%402"' in output.text
     assert "1 notifications since then were looked at, and there may be more." in cut
 
@@ -127,7 +127,7 @@ async def test_an_output_with_a_message_id_of_its_author_is_found_by_its_trace(
         )
         await t.settle()
         await shown(client, PAGE, "AsyncAPI document as a worker")
-        page = await shown(client, "/notification?name=mars@1", "INDEXED@1 not known, in the same trace indexed.")
+        page = await shown(client, "/notification?name=mars@1", "somebody published INDEXED@1 in the same trace: indexed.")
     assert "INDEXED@2" not in page
 
 

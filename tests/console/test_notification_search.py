@@ -19,12 +19,12 @@ async def test_the_newest_with_the_values_are_listed_and_lead_to_what_became_of_
 ) -> None:
     await publish(app, 1, 2, 1, 2)
     async with console.client() as client:
-        page = await shown(client, "/notification?name=mars+class%3Dod+step%3D1", "2 notifications.")
+        page = await shown(client, "/notification?name=mars+class%3Dod+step%3D1", "2 notifications")
         assert page.index("MARS@3") < page.index("MARS@1"), "the newest is the first"
         assert "MARS@2" not in page
-        await shown(client, "/notification?name=mars", "4 notifications.")
+        await shown(client, "/notification?name=mars", "4 notifications")
         await shown(client, "/notification?name=mars+step%3D9", "No stored notification has these values.")
-        await shown(client, "/notification?name=MARS%403", "At each agent of the stream")
+        await shown(client, "/notification?name=MARS%403", "At each agent")
 
 
 @pytest.mark.parametrize(
