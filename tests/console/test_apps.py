@@ -127,7 +127,9 @@ async def test_an_output_with_a_message_id_of_its_author_is_found_by_its_trace(
         )
         await t.settle()
         await shown(client, PAGE, "AsyncAPI document as a worker")
-        page = await shown(client, "/notification?name=mars@1", "somebody published INDEXED@1 in the same trace: indexed.")
+        page = await shown(
+            client, "/notification?name=mars@1", "somebody published INDEXED@1 in the same trace: indexed."
+        )
     assert "INDEXED@2" not in page
 
 

@@ -115,6 +115,8 @@ async def test_a_client_reads_what_the_pages_show(console: Served, app: App, run
     assert found["dead_letter"]["found"]["error"] == "ValueError: no such field <b>3</b>"
     assert SECRET in found["dead_letter"]["found"]["original"]["data"]
     assert SECRET in found["notification"]["story"]["message"]["data"]
+    assert found["notification"]["story"]["sentence"].startswith("Not handled by field-index/fails: it is dead")
+    assert found["notification"]["story"]["events"][0]["told"] == "published it"
     fates = {fate["agent"]: fate["state"] for fate in found["notification"]["story"]["fates"]}
     assert fates == {"fails": "dead letter", "index": "handled", "blocks": "blocked"}
     assert found["timers"]["timers"][0]["timer"] == "report"

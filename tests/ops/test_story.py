@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from aviso_workers import App, Notification, Notify, RetryPolicy, Unavailable, Window, Windowing
@@ -50,6 +52,14 @@ async def fates(app: App, name: str) -> dict[str, tuple[str, str]]:
     """What has become of a notification, by agent."""
     found = (await told(app, name)).fates
     return {each.agent: (each.state, ": ".join(filter(None, (each.why, each.error)))) for each in found}
+
+
+async def reported(app: App, server: NatsServer, name: str) -> tuple[list[str], Any]:
+    """The lines of `report notification`, and its JSON."""
+    config = str(app_config("jetstream", server.url))
+    command = [sys.executable, "-m", "aviso_workers", "report", "notification", name, "--config", config]
+    text, document = [(await anyio.run_process([*command, *more])).stdout.decode() for more in ([], ["--json"])]
+    return text.splitlines(), msgspec.json.decode(document)
 
 
 def happened(of: Story) -> list[tuple[str, str]]:
@@ -174,7 +184,7 @@ async def test_what_waits_for_what_is_away(app: App) -> None:
         assert why == "what the agent needs is away, and no attempt is used: Unavailable: the archive is maintained"
 
 
-async def test_a_dead_letter_is_handed_back_and_handled_or_dead_again(app: App) -> None:
+async def test_a_dead_letter_is_handed_back_and_handled_or_dead_again(app: App, nats_server: NatsServer) -> None:
     broken = Broken()
 
     @app.agent("mars", retry=RetryPolicy(attempts=1))
@@ -210,6 +220,13 @@ async def test_a_dead_letter_is_handed_back_and_handled_or_dead_again(app: App) 
             (ANNA, "handed dead letter 2 back to field/index"),
         ]
         assert [each.dead_letter for each in found.events] == [None] * 5, "none of them is kept any more"
+        lines, document = await reported(app, nats_server, "mars@1")
+        assert lines[1] == document["sentence"] == found.sentence
+        assert [(each["whose"], each["told"]) for each in document["events"]] == happened(found)
+        assert document["events"][1]["error"] == "ValueError: no such field"
+        assert [line.split()[1:5] for line in lines if "handed dead letter 2" in line] == [
+            [ANNA, "handed", "dead", "letter"]
+        ]
 
 
 async def test_a_dead_letter_that_was_erased_is_not_handled(app: App) -> None:
@@ -262,7 +279,9 @@ async def test_a_dead_letter_whose_erasing_cannot_be_recorded_stays(app: App, mo
         await until(app, "mars@1", "index", "dead letter")
 
 
-async def test_what_waits_to_be_stored_later_is_found_by_its_values_and_named_by_its_message_id(app: App) -> None:
+async def test_what_waits_to_be_stored_later_is_found_by_its_values_and_named_by_its_message_id(
+    app: App, nats_server: NatsServer
+) -> None:
     @app.agent("mars")
     async def index(notification: Notification[Any]) -> None: ...
 
@@ -281,12 +300,14 @@ async def test_what_waits_to_be_stored_later_is_found_by_its_values_and_named_by
         found = await told(app, "mars@delayed:forecast 6")
         assert (found.sentence, found.tone) == (f"Not given to field/index yet: {why}.", "warn")
         assert (found.identifier["step"], found.fates[1].state) == ("6", "not for it")
+        lines, document = await reported(app, nats_server, waits.name)
+        assert (lines[1], document["name"]) == (found.sentence, waits.name)
         assert happened(found) == [("a publisher", "published it"), ("field/index", "waits until it is due")]
         with pytest.raises(NotFoundError, match="it was stored, was cancelled, or was never published"):
             await told(app, "mars@delayed:forecast 8")
 
 
-async def test_one_that_a_newer_one_of_its_subject_has_replaced_says_which(app: App) -> None:
+async def test_one_that_a_newer_one_of_its_subject_has_replaced_says_which(app: App, nats_server: NatsServer) -> None:
     @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
         raise ValueError("no such field")
@@ -308,6 +329,7 @@ async def test_one_that_a_newer_one_of_its_subject_has_replaced_says_which(app: 
         assert (await fates(app, "mars@1"))["plots"][0] == "settled", "it may have been passed over"
         found = await told(app, "mars@1")
         assert (found.absent, found.identifier["step"]) == (replaced, "1"), "as its dead letter has it"
+        assert (await reported(app, nats_server, "mars@1"))[1]["absent"] == replaced
         assert found.sentence.startswith("Not handled by field/index: it is dead letter 1, ")
 
 
