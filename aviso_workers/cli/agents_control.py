@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -92,7 +93,7 @@ def reset(
         str,
         option(
             "ID|DATE|all|new",
-            "Where it goes on: at a sequence, at a time such as 2026-11-20T06:00:00Z, at the first stored "
+            "Where it goes on: at a sequence, at a time such as 2026-11-20T06:00Z or 2h ago (2h), at the first stored "
             "notification (all), or at the next one to be published (new).",
         ),
     ],
@@ -104,7 +105,7 @@ def reset(
 
     Example: aviso-workers agents reset field-index/index_field --to 2026-11-20T06:00:00Z
     """
-    position = parse_position(to, name="--to")
+    position = parse_position(to, name="--to", now=datetime.now(UTC))
 
     async def run(server: OpenedServer, agent: AgentConsumer) -> None:
         plan = await agent_control.plan_reset(server.admin, agent, position)

@@ -6,6 +6,7 @@ import base64
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import body_text, printable
-from aviso_workers.aviso.positions import parse_date
+from aviso_workers.aviso.positions import parse_moment
 from aviso_workers.cli import completion
 from aviso_workers.cli.options import argument, finite, flag, option
 from aviso_workers.cli.output import Columns, print_json, print_table, skipped_reported, terminal, time_text
@@ -62,9 +63,11 @@ OfStream = Annotated[
     ),
 ]
 Since = Annotated[
-    str | None, option("DATE", "Only those dead-lettered at this time or later, e.g. 2026-11-20T06:00:00Z.")
+    str | None, option("TIME", "Only those dead-lettered at this time or later, e.g. 2026-11-20, yesterday or 2h.")
 ]
-Until = Annotated[str | None, option("DATE", "Only those dead-lettered at this time or earlier.")]
+Until = Annotated[
+    str | None, option("TIME", "Only those dead-lettered at this time or earlier. A day is its beginning, in UTC.")
+]
 WithError = Annotated[str | None, option("TEXT", "Only those whose error contains this text.")]
 DryRun = Annotated[bool, flag("--dry-run", "Only say which dead letters are selected.")]
 Yes = Annotated[bool, flag("--yes", "Carry it out for all that the options select; not needed with SEQUENCE.")]
@@ -326,8 +329,9 @@ def _named_app(
 
 
 def _selection(sequences: Sequence[int] | None, since: str | None, until: str | None, **others: Any) -> Selection:
-    first = parse_date(since, name="--since") if since else None
-    last = parse_date(until, name="--until") if until else None
+    now = datetime.now(UTC)
+    first = parse_moment(since, name="--since", now=now) if since else None
+    last = parse_moment(until, name="--until", now=now) if until else None
     if first and last and last < first:
         raise InvalidPositionError(f"--until {until} is before --since {since}")
     return Selection(sequences=frozenset(sequences or ()), since=first, until=last, **others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import anyio
@@ -11,7 +12,7 @@ import typer
 
 from aviso_workers.app import App
 from aviso_workers.aviso.literals import time_text
-from aviso_workers.aviso.positions import parse_date
+from aviso_workers.aviso.positions import parse_date, parse_moment
 from aviso_workers.cli.arguments import parse_duration, parse_pause
 from aviso_workers.cli.options import For, Yes, argument, confirm, flag, option
 from aviso_workers.cli.output import AsJson, echo, print_rows, print_table
@@ -180,7 +181,8 @@ def catch_up(
 
     Example: aviso-workers timers catch-up fields:app report --from 2026-11-20T06:00:00Z --to 2026-11-20T18:00:00Z
     """
-    first, last = parse_date(from_, name="--from"), parse_date(to, name="--to")
+    now = datetime.now(UTC)
+    first, last = parse_moment(from_, name="--from", now=now), parse_moment(to, name="--to", now=now)
     found, timer = _found(app, name, config)
 
     async def work(app: App) -> tuple[int, Sequence[Ticked]]:

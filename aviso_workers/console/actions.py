@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -242,7 +242,7 @@ async def _reset_agent(actions: Actions, form: Form, _visitor: Visitor) -> Plann
     to = form.get("to", "").strip()
     if not to:
         raise DeclarationError("say where the agent is to go on: a sequence, a date, all or new")
-    plan = await agent_control.plan_reset(actions.admin, target, parse_position(to, name="to"))
+    plan = await agent_control.plan_reset(actions.admin, target, parse_position(to, name="to", now=datetime.now(UTC)))
 
     async def run(result: ActionResult) -> None:
         left = await agent_control.reset(actions.admin, plan)

@@ -264,7 +264,7 @@ def test_a_reset_to_new_handles_nothing_again_where_the_clock_of_the_command_is_
         ),
         (("agents", "pause", "field/index", "--for", "10"), 2, "--for: duration must include a unit"),
         (("agents", "pause", "nowhere:app/index"), 2, "no module 'nowhere' here or installed"),
-        (("agents", "reset", "field/index", "--to", "x"), 2, "--to must be a date with a time such as"),
+        (("agents", "reset", "field/index", "--to", "x"), 2, "--to must be a day such as 2026-11-20, a time such as"),
         (("agents", "reset", "field/index", "--to", "9"), 2, "MARS ends at 1: an agent cannot go on at 9"),
     ],
 )

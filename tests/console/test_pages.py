@@ -101,7 +101,7 @@ async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app
         page = await shown(client, "/dead-letters", "3 of 3 dead letters.")
         other = await shown(client, "/dead-letters?agent=index", "0 of 3 dead letters.")
         await shown(client, "/agents?q=fails", "3 (3 of 24 h)")
-        mistaken = await client.get("/dead-letters?since=yesterday")
+        mistaken = await client.get("/dead-letters?since=noon")
         not_a_number = await client.get("/dead-letters?sequence=1.5")
     assert "3 field-index/fails attempts_exhausted ValueError" in page
     assert "No dead letter matches." in other
