@@ -90,7 +90,7 @@ def parse_moment(text: str, *, name: str, now: datetime) -> datetime:
     """
     said = text.strip().lower()
     if said in DAYS_AGO:
-        return datetime(now.year, now.month, now.day, tzinfo=UTC) - timedelta(DAYS_AGO[said])
+        return day_of(now) - timedelta(DAYS_AGO[said])
     with suppress(ValueError, OverflowError):
         return max(now - timedelta(seconds=Duration.parse(said)), EARLIEST)
     if found := WITHOUT_SECONDS.fullmatch(said):
@@ -102,6 +102,11 @@ def parse_moment(text: str, *, name: str, now: datetime) -> datetime:
             f"{name} must be a day such as 2026-11-20, a time such as 2026-11-20T06:00Z, today, yesterday, or how long "
             f"ago, such as 2h, found {text!r}"
         ) from error
+
+
+def day_of(moment: datetime) -> datetime:
+    """Return the beginning of a day, in UTC."""
+    return datetime(moment.year, moment.month, moment.day, tzinfo=UTC)
 
 
 def parse_position(text: str, *, name: str, now: datetime) -> Position:

@@ -216,6 +216,7 @@ FILTERS = {
     "rate": rate,
     "size": size,
     "part": part,
+    "part_of": part_of,
     "body": body,
     "commands": commands,
     "capital": capital,

@@ -97,7 +97,7 @@ async def gaps(admin: Admin, stream: str) -> Gaps:
         last=found.last_sequence,
         messages=found.messages,
         deleted=found.deleted,
-        ranges=list(_ranges(found.deleted_sequences)),
+        ranges=list(ranges(found.deleted_sequences)),
         lost=len((found.lost and found.lost.msgs) or ()),
     )
 
@@ -242,7 +242,7 @@ def _uses(found: info.Use, *, of: str) -> Iterator[ResourceUse]:
         yield ResourceUse(what=f"{what}{of}", used=getattr(found, used), limit=getattr(found.limits, limit))
 
 
-def _ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
+def ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield the runs of ascending sequences, each as its first and its last one."""
     first = last = 0
     for sequence in sequences:
