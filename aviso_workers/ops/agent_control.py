@@ -22,7 +22,7 @@ from aviso_workers.declare.agents import Router
 from aviso_workers.errors import DeclarationError, DeniedError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.ops import agent_inventory, aviso_admin, inventory, retirement
 from aviso_workers.state import consumer_records, orders, timer_requests, window_records
-from aviso_workers.state.audit_records import PASSED_OVER, Affected
+from aviso_workers.state.audit_records import GIVEN_AGAIN, PASSED_OVER, Affected
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import RETRIES, of_app
@@ -80,7 +80,7 @@ class Reset(Struct, frozen=True, kw_only=True):
         """The notifications that are passed over, or given again, as a record has them."""
         is_back = self.sequence <= self.settled
         how, first, last = (
-            ("given again", self.sequence, self.last) if is_back else (PASSED_OVER, self.settled + 1, self.sequence - 1)
+            (GIVEN_AGAIN, self.sequence, self.last) if is_back else (PASSED_OVER, self.settled + 1, self.sequence - 1)
         )
         ranges = ((first, last),) if first <= last else ()
         return (Affected(how=how, of=self.agent.name, stream=self.agent.stream, ranges=ranges),)

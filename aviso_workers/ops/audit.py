@@ -27,13 +27,25 @@ from aviso_workers.events import Events
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import denials, inventory
 from aviso_workers.state import audit_records
-from aviso_workers.state.audit_records import ACTIONS, MAX_RANGES, Affected, AuditRecord, Erased, RecordedAction
+from aviso_workers.state.audit_records import (
+    ACTIONS,
+    GIVEN_AGAIN,
+    MAX_RANGES,
+    PASSED_OVER,
+    Affected,
+    AuditRecord,
+    Deed,
+    Erased,
+    RecordedAction,
+)
 from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.state.own_streams import AUDIT
 
 TIMEOUT_SECONDS = 10.0
 END_SECONDS, AGAIN_SECONDS = 30.0, 1.0
 """For how long, and how often, it is tried to store the end of an action: a server has a successor by then."""
+Agent = tuple[str, str]
+"""Its app and its name."""
 MOST_READ = 10_000
 """Records that are read for one look; each action has two."""
 log = structlog.get_logger("aviso_workers.console")
@@ -99,20 +111,48 @@ def _why_not_recorded(error: BackendError) -> str:
     return f"not recorded in the audit: {why}"
 
 
-async def erased(admin: Admin, stream: str, sequence: int, *, since: datetime) -> dict[tuple[str, str], Erased]:
-    """Return how the last dead letters of a notification, which was stored at `since` or later, were erased, by app and
-    agent. Raises `BackendError`.
+async def of_notification(
+    admin: Admin, stream: str, sequence: int, *, since: datetime
+) -> tuple[dict[Agent, Erased], dict[Agent, Deed]]:
+    """Return how the last dead letters of a notification, which was stored at `since` or later, were erased, and which
+    reset was the last that passed it over or gave it again, both by app and agent. Raises `BackendError`.
     """
-    found: dict[tuple[str, str], Erased] = {}
+    found, resets = dict[Agent, Erased](), dict[Agent, Deed]()
     if (info := await inventory.existing(admin.stream_info(AUDIT))) is None:
-        return found
-    subjects = (audit_records.erasures_of("*", "*"),)
+        return found, resets
+    subjects = (audit_records.erasures_of("*", "*"), ACTIONS)
     reading = admin.read(AUDIT, filter_subjects=subjects, start_time=since, last_sequence=info.last_sequence)
     async with aclosing(reading):
         async for message in reading:
-            if (one := audit_records.erased(message, stream, sequence)) is not None:
-                found[audit_records.agent_of(message.subject)] = one
+            if message.subject != ACTIONS:
+                if (one := audit_records.erased(message, stream, sequence)) is not None:
+                    found[audit_records.agent_of(message.subject)] = one
+                continue
+            for of, deed in audit_records.deeds(message, stream, sequence).items():
+                if deed.how in (PASSED_OVER, GIVEN_AGAIN):
+                    app, _, agent = of.partition("/")
+                    resets[app, agent] = deed
+    return found, resets
+
+
+async def removal(admin: Admin, stream: str, sequence: int, *, since: datetime) -> Deed | None:
+    """Return which action, at `since` or later, was the last that removed a message from its stream. Raises
+    `BackendError`.
+    """
+    if (info := await inventory.existing(admin.stream_info(AUDIT))) is None:
+        return None
+    found: Deed | None = None
+    async with aclosing(await _newest(admin, info, MOST_READ)) as reading:
+        async for message in reading:
+            if store_time(message) >= since:
+                found = audit_records.deeds(message, stream, sequence).get("", found)
     return found
+
+
+async def _newest(admin: Admin, info: StreamInfo, count: int) -> AsyncGenerator[Message, None]:
+    """Return the reading of so many of the newest records, and of some before them."""
+    first = await inventory.start_of_newest(admin, AUDIT, info, (ACTIONS,), count)
+    return admin.read(AUDIT, filter_subjects=(ACTIONS,), start_sequence=first, last_sequence=info.last_sequence)
 
 
 class Audit:
@@ -178,8 +218,8 @@ class Audit:
         info = await inventory.existing(self._admin.stream_info(AUDIT))
         if info is None:
             return []  # it is made with the first action
-        async with aclosing(await self._newest(info, 2 * count)) as reading:
-            return audit_records.joined([message async for message in reading])[:count]
+        async with aclosing(await _newest(self._admin, info, 2 * count)) as reading:
+            return audit_records.joined([message async for message in reading], since=info.first_sequence)[:count]
 
     async def period(self, since: datetime, until: datetime) -> Period:
         """Return the actions that began at `since` or later, and before `until`: of many, the newest. Raises
@@ -190,7 +230,7 @@ class Audit:
             return Period()
         count = partial(self._admin.count, AUDIT, filter_subjects=(ACTIONS,))
         newer, later = await count(start_time=since), await count(start_time=until)
-        reading = await self._newest(info, min(newer, later + MOST_READ) + 1)  # and the one before
+        reading = await _newest(self._admin, info, min(newer, later + MOST_READ) + 1)  # and the one before
         found, running, before, last = list[Message](), set[int](), None, 0
         async with aclosing(reading):
             async for message in reading:
@@ -209,13 +249,6 @@ class Audit:
             is_cut=newer - later > MOST_READ,
             before=before,
             first=info.first_time,
-        )
-
-    async def _newest(self, info: StreamInfo, count: int) -> AsyncGenerator[Message, None]:
-        """Return the reading of so many of the newest records, and of some before them."""
-        first = await inventory.start_of_newest(self._admin, AUDIT, info, (ACTIONS,), count)
-        return self._admin.read(
-            AUDIT, filter_subjects=(ACTIONS,), start_sequence=first, last_sequence=info.last_sequence
         )
 
     async def _store(self, message: Message, *, until: float = 0.0) -> int:

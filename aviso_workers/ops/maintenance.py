@@ -83,7 +83,7 @@ async def purged(admin: Admin, plan: Purge) -> tuple[Affected, ...]:
     `BackendError`.
     """
     last = plan.last if plan.subject else (await admin.stream_info(plan.stream)).first_sequence - 1
-    how = f"purged of {plan.subject}" if plan.subject else "purged"
+    how = f"purged, if its subject matches {plan.subject}," if plan.subject else "purged"
     if last < plan.first:
         return ()
     return (Affected(how=how, stream=plan.stream, ranges=((plan.first, last),)),)

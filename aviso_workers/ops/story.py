@@ -40,7 +40,7 @@ from aviso_workers.ops.health import UNKNOWN, AgentFacts
 from aviso_workers.ops.inventory import StoredMessage
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import asyncapi, dead_letter_records, own_streams
-from aviso_workers.state.audit_records import Erased
+from aviso_workers.state.audit_records import PASSED_OVER, Deed, Erased
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 from aviso_workers.state.failure_records import Retrying
 from aviso_workers.state.own_streams import RETRIES
@@ -69,6 +69,7 @@ STATES = {
     "delayed": ("warn", "Not given to {} yet: ", "waits until it is due"),
     "superseded": ("gone", "Never given to {}: ", ""),
     "erased": ("gone", "Never handled by {}: ", ""),
+    PASSED_OVER: ("gone", "Passed over by {}: ", ""),
     "settled": ("", "Handled or passed over by {}: ", ""),
     "in flight, or settled": ("good", "Delivered to {}: ", ""),
     "counted": ("good", "Counted by {}: ", ""),
@@ -105,6 +106,8 @@ class Kept(Struct, frozen=True, kw_only=True):
     """In order of time."""
     erased: Erased | None = None
     """The last one."""
+    reset: Deed | None = None
+    """The last one of its agent that passed it over, or gave it again."""
 
     @property
     def back(self) -> HandedBack | None:
@@ -299,6 +302,9 @@ def _events(
         if (erased := of_agent.erased) is not None:
             told = f"erased dead letter {erased.sequence} of {name}"
             found.append(Event(time=erased.time, whose=erased.by, told=told, tone="gone"))
+        if (reset := of_agent.reset) is not None:
+            told = f"reset {name} {'past it' if reset.how == PASSED_OVER else 'to before it'}"
+            found.append(Event(time=reset.time, whose=reset.by, told=told))
     return sorted(found, key=lambda each: each.time or stored)
 
 
@@ -367,6 +373,9 @@ async def _why_absent(admin: Admin, info: StreamInfo, sequence: int, *, subject:
     stream, most = info.name, info.config.max_msgs_per_subject
     if sequence > info.last_sequence:
         return f"the stream {stream} ends at {info.last_sequence}, and has never stored it"
+    removal = audit.removal(admin, stream, sequence, since=info.created or info.time)
+    if (deed := await asked(Denials(), "actions", removal, None)) is not None:
+        return f"it is not stored any more: {deed.how} by {deed.by} at {time_text(deed.time)}"
     newer = await admin.message(stream, last_by_subject=subject) if subject and most > 0 else None
     if newer is not None and newer.sequence > sequence:
         return f"{stream}@{newer.sequence}, a newer one of its subject, has taken its place: the stream keeps {most}"
@@ -383,15 +392,17 @@ async def _kept(
     admin: Admin, readers: Collection[AgentHealth], message: StoredMessage, denied: Denials
 ) -> dict[Agent, Kept]:
     """Return what is kept of the notification, by agent. What is denied is noted, by app and as `ERASURES`."""
-    erasures = audit.erased(admin, message.stream, message.sequence, since=_since(message))
-    erased = await asked(denied, ERASURES, erasures, {})
+    recorded = audit.of_notification(admin, message.stream, message.sequence, since=_since(message))
+    erased, resets = await asked(denied, ERASURES, recorded, ({}, {}))
     dead, back = dict[Agent, DeadLetter](), dict[Agent, tuple[HandedBack, ...]]()
     for app in sorted({each.facts.app for each in readers}):
         back |= await asked(denied, app, _handed_back(admin, app, message), {})
         if any(each.facts.dead_letters != 0 for each in readers if each.facts.app == app):
             dead |= await asked(denied, app, _dead_letters(admin, app, message), {})
-    found = sorted({*dead, *back, *erased})
-    return {of: Kept(dead=dead.get(of), returns=back.get(of, ()), erased=erased.get(of)) for of in found}
+    return {
+        of: Kept(dead=dead.get(of), returns=back.get(of, ()), erased=erased.get(of), reset=resets.get(of))
+        for of in sorted({*dead, *back, *erased, *resets})
+    }
 
 
 async def _dead_letters(admin: Admin, app: str, message: StoredMessage) -> dict[Agent, DeadLetter]:
@@ -456,7 +467,7 @@ def fate(
         does = "at which the agent is blocked" if before.blocked else "which is tried again"
         why = f"{before.stream}@{before.sequence} of the same key, {before.key}, {does}"
         return told(state="waits behind", why=why, error=before.error, cure="decide" if before.blocked else "")
-    state, why = _by_position(health, facts.consumer, message, policy)
+    state, why = _by_position(health, facts.consumer, message, policy, kept.reset)
     return told(state=state, why=why, cure="resume" if paused and state == "waits" else "")
 
 
@@ -484,15 +495,18 @@ def _after_handing_back(health: AgentHealth, back: HandedBack) -> tuple[str, str
 
 
 def _by_position(
-    health: AgentHealth, events: ConsumerInfo, message: StoredMessage, policy: Mapping[str, str]
+    health: AgentHealth, events: ConsumerInfo, message: StoredMessage, policy: Mapping[str, str], reset: Deed | None
 ) -> tuple[str, str]:
-    """Return what the position of the consumer says."""
+    """Return what the position of the consumer says, and who has moved it."""
     if message.sequence > events.position:
         return "waits", f"it has come to {events.position}, {events.num_pending} wait; {_text(health)}"
     until = f"everything up to {events.settled} is settled"
     if message.sequence > events.settled:
         since = f"of what was delivered since then {events.num_ack_pending} are not"
         return "in flight, or settled", f"{until}, and {since}"
+    if reset is not None and reset.how == PASSED_OVER:
+        by = f"by {reset.by} at {time_text(reset.time)}"
+        return PASSED_OVER, f"its consumer was reset past it {by}, when it was not known to be settled"
     if message.sequence < (begin := events.config.start_sequence):
         return "settled", f"its consumer begins at {begin}: it was handled before, or passed over when that was made"
     if "window" in policy:

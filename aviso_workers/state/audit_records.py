@@ -27,7 +27,8 @@ SUBJECT = "aviso_workers.audit"
 ACTIONS = f"{SUBJECT}.actions"
 KEPT_DAYS = 400
 MAX_RECORDS = 100_000
-PASSED_OVER = "passed over"
+PASSED_OVER, GIVEN_AGAIN = "passed over", "given again"
+"""What a reset does to notifications of its agent."""
 MAX_RANGES = 1000
 """Of sequences, in one record: it has to fit into a message of any server."""
 
@@ -108,6 +109,14 @@ class Erased(Struct, frozen=True, kw_only=True):
     time: datetime
 
 
+class Deed(Struct, frozen=True, kw_only=True):
+    """How a message was affected by an action."""
+
+    how: str
+    by: str
+    time: datetime
+
+
 class RecordedAction(Struct, frozen=True, kw_only=True):
     """An action, with its end where that is recorded."""
 
@@ -142,7 +151,7 @@ def read(message: Message) -> AuditRecord | None:
         return None
 
 
-def joined(messages: Iterable[Message], *, since: int = 0) -> list[RecordedAction]:
+def joined(messages: Iterable[Message], *, since: int) -> list[RecordedAction]:
     """Return the actions among messages, the newest first. An end is left out whose begin is not among them, though it
     is kept: its sequence is `since` or later.
     """
@@ -157,6 +166,17 @@ def joined(messages: Iterable[Message], *, since: int = 0) -> list[RecordedActio
         elif record.begun is None or record.begun < since:  # it has begun, or its begin is not kept any more
             found[message.sequence] = RecordedAction(sequence=message.sequence, time=store_time(message), record=record)
     return sorted(found.values(), key=lambda each: -each.sequence)
+
+
+def deeds(message: Message, stream: str, sequence: int) -> dict[str, Deed]:
+    """Return how a message of a stream was affected by the action that has ended with this record, by the agent that
+    had it, such as `field/index`.
+    """
+    if (record := read(message)) is None:
+        return {}
+    by, time = printable(record.by), store_time(message)
+    affected = [each for each in record.affected if each.has(stream, sequence)]
+    return {each.of: Deed(how=each.how, by=by, time=time) for each in affected}
 
 
 def erasures_of(app: str, agent: str) -> str:
