@@ -107,7 +107,7 @@ def this_user() -> str:
 
 
 def _why_not_recorded(error: BackendError) -> str:
-    why = denials.text_of(error) if isinstance(error, DeniedError) else describe(error)
+    why = denials.text_of(error) if isinstance(error, DeniedError) else str(error)
     return f"not recorded in the audit: {why}"
 
 

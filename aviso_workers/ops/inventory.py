@@ -244,12 +244,12 @@ def _uses(found: info.Use, *, of: str) -> Iterator[ResourceUse]:
 
 def ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield the runs of ascending sequences, each as its first and its last one."""
-    first = last = 0
+    first = last = -1
     for sequence in sequences:
         if sequence != last + 1:
-            if last:
+            if last > 0:
                 yield first, last
             first = sequence
         last = sequence
-    if last:
+    if last > 0:
         yield first, last

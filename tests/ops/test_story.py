@@ -13,9 +13,10 @@ import pytest
 
 from aviso_workers import App, Notification, Notify, RetryPolicy, Unavailable, Window, Windowing
 from aviso_workers.aviso.literals import time_text
+from aviso_workers.aviso.positions import Position
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
-from aviso_workers.ops import agent_control, agent_report, audit, aviso_admin, snapshots, story
+from aviso_workers.ops import agent_control, agent_report, audit, aviso_admin, maintenance, snapshots, story
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.audit import Audit, Operator
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
@@ -361,3 +362,45 @@ async def test_what_is_not_stored_says_why_as_far_as_that_is_known(app: App, nam
         with pytest.raises(NotFoundError) as raised:
             await fates(app, name)
     assert why in str(raised.value)
+
+
+async def test_what_an_agent_was_reset_past_is_passed_over(app: App) -> None:
+    @app.agent("mars", concurrency=1)
+    async def index(notification: Notification[Any]) -> None: ...
+
+    agent = AgentConsumer(app="field", agent="index", stream="MARS")
+    async with app.running():
+        admin = app.session.admin
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "handled")
+        await agent_control.pause(admin, agent)
+        await publish(app, 2, 3)
+        await reset(app, agent, to=4)
+        passed = await until(app, "mars@2", "index", "passed over")
+        assert passed.startswith(f"its consumer was reset past it by {ANNA}, by command at 20")
+        assert (await fates(app, "mars@1"))["index"][0] == "handled", "it was settled before"
+        assert (f"{ANNA}, by command", "reset field/index past it") in happened(await told(app, "mars@2"))
+        await reset(app, agent, to=2)
+        await agent_control.resume(admin, agent)
+        await until(app, "mars@3", "index", "handled")
+
+
+async def reset(app: App, agent: AgentConsumer, *, to: int) -> None:
+    admin = app.session.admin
+    plan = await agent_control.plan_reset(admin, agent, Position(sequence=to))
+    async with Audit(admin, app.config, warn=pytest.fail).recorded(ANNA, "reset-agent", agent.name) as result:
+        await agent_control.reset(admin, plan)
+        result.affected = plan.affected
+
+
+async def test_what_was_purged_says_by_whom(app: App) -> None:
+    async with app:
+        admin = app.session.admin
+        await publish(app, 1, 2)
+        plan = await maintenance.plan_purge(admin, "MARS", before=2)
+        async with Audit(admin, app.config, warn=pytest.fail).recorded(ANNA, "purge-stream", "MARS") as result:
+            await maintenance.purge(admin, plan)
+            result.affected = await maintenance.purged(admin, plan)
+        with pytest.raises(NotFoundError, match=f"it is not stored any more: purged by {ANNA}, by command at 20"):
+            await fates(app, "mars@1")
+        assert (await told(app, "mars@2")).message.sequence == 2
