@@ -27,6 +27,8 @@ SUBJECT = "aviso_workers.audit"
 ACTIONS = f"{SUBJECT}.actions"
 KEPT_DAYS = 400
 MAX_RECORDS = 100_000
+DEAD_LETTERS = "dead letters"
+"""What actions on many of them are recorded to be done to."""
 PASSED_OVER, GIVEN_AGAIN = "passed over", "given again"
 """What a reset does to notifications of its agent."""
 MAX_RANGES = 1000
@@ -88,8 +90,10 @@ class AuditRecord(Struct, frozen=True, kw_only=True):
     @property
     def target(self) -> str:
         """The app and the agent, where it is done to dead letters of these; else what it is done to."""
-        named = [self.selection[name] for name in ("app", "agent") if name in self.selection]
-        return "/".join(named) if named else self.of
+        named = [
+            self.selection[name] for name in ("app", "agent") if self.of == DEAD_LETTERS and name in self.selection
+        ]
+        return "/".join(named) or self.of
 
 
 class ErasedLetters(Struct, frozen=True, kw_only=True):
