@@ -163,6 +163,11 @@ def told(context: Context, text: str, now: datetime) -> Markup:
     return Markup(TIME.sub(moment, linked))
 
 
+def did(action: str) -> str:
+    """Return the name of an action, such as `pause-agent`, in words. To drop dead letters is said to erase them."""
+    return action.replace("drop-", "erase-").replace("-", " ").capitalize()
+
+
 def pairs(value: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {each}" for name, each in value.items())
 
@@ -221,6 +226,7 @@ FILTERS = {
     "commands": commands,
     "capital": capital,
     "told": told,
+    "did": did,
     "pairs": pairs,
     "first_of_each": first_of_each,
     "sparkline": sparkline,

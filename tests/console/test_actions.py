@@ -50,7 +50,9 @@ async def test_an_agent_is_paused_and_resumed(console: Served, app: App, running
         done = await confirmed(client, "pause-agent", **INDEX, **{"for": "2h"})
         assert (done.status_code, done.headers["location"]) == (303, "/agents/field-index/index")
         assert (await console.admin.consumer_info("MARS", "field-index__index")).paused
-        await shown(client, "/agents/field-index/index", "paused", "by anna, console until", "anna Pause agent : paused until")
+        await shown(
+            client, "/agents/field-index/index", "paused", "by anna, console until", "anna Pause agent : paused until"
+        )
         await confirmed(client, "resume-agent", **INDEX)
         assert not (await console.admin.consumer_info("MARS", "field-index__index")).paused
         page = await shown(client, "/audit", "All 2 actions since")

@@ -68,7 +68,7 @@ async def test_an_action_on_dead_letters_says_which_it_took(console: Served, app
         await shown(client, "/dead-letters", "2 of 2 dead letters.")
         await confirmed(client, "drop-dead-letters", app="field-index", agent="fails", why="a rehearsal", number="2")
         page = await shown(client, "/audit?of=field-index/fails", "2 of 2 erased")
-    assert "Drop dead letters field-index/fails" in page
+    assert "Erase dead letters field-index/fails" in page
     assert "erased: MARS@2 to 3 of field-index/fails, dead letters 1 to 2" in page
 
 
