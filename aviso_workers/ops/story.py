@@ -67,7 +67,7 @@ STATES = {
     "waits behind": ("warn", "Waits at {} behind ", "waits behind it"),
     "waits": ("warn", "Waits at {}: ", "waits to be delivered"),
     "delayed": ("warn", "Not given to {} yet: ", "waits until it is due"),
-    "superseded": ("gone", "Never given to {}: ", ""),
+    "never given": ("gone", "Never given to {}: ", ""),
     "erased": ("gone", "Never handled by {}: ", ""),
     "settled": ("", "Handled or passed over by {}: ", ""),
     "in flight, or settled": ("good", "Delivered to {}: ", ""),
@@ -356,7 +356,7 @@ async def _of_dead_letter(
 def _of_absent(fate: Fate, absent: str, kept: Kept) -> Fate:
     """Return what has become of a notification that is not stored any more: a consumer passes over it."""
     if fate.state in ("waits", "waits behind"):
-        return structs.replace(fate, state="superseded", why=absent, error="", cure="")
+        return structs.replace(fate, state="never given", why=absent, error="", cure="")
     if fate.state in ("counted", HANDLED) and kept.back is None:
         return structs.replace(fate, state="settled", why=f"{fate.why}; or it was passed over: {absent}")
     return fate
@@ -494,7 +494,10 @@ def _by_position(
         since = f"of what was delivered since then {events.num_ack_pending} are not"
         return "in flight, or settled", f"{until}, and {since}"
     if message.sequence < (begin := events.config.start_sequence):
-        return "settled", f"its consumer begins at {begin}: it was handled before, or passed over when that was made"
+        return (
+            "settled",
+            f"it is older than the agent's consumer, which begins at {begin}: it was handled before, or passed over",
+        )
     if "window" in policy:
         return "counted", f"{until}: it counts in the windows of the agent ({policy['window']})"
     return HANDLED, f"{until}, no dead letter of it is kept, and none was erased"
