@@ -22,7 +22,7 @@ from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, NotificationReader, store_time
-from aviso_workers.aviso.literals import rfc3339, time_text
+from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.config.streams import event_streams
@@ -341,15 +341,8 @@ async def _of_dead_letter(
             wanted = Selection(app=app, stream=info.name, since=info.created)
             async with aclosing(StoredDeadLetters(admin, events=Events()).select(wanted)) as found:
                 async for each in found:
-                    if (of := each.original).sequence == sequence:
-                        return StoredMessage(
-                            stream=info.name,
-                            sequence=sequence,
-                            time=rfc3339(of.timestamp_ns),
-                            subject=of.subject,
-                            headers=dict(of.headers or {}),
-                            data=of.data,
-                        )
+                    if each.original.sequence == sequence:
+                        return inventory.read(info.name, each.original)
     return None
 
 
