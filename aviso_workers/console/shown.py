@@ -23,7 +23,7 @@ from aviso_workers.ops.health import Judgement
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 BACKTICKS = re.compile(r"`([^`\n]+)`")
-NOTIFICATION = re.compile(r"\b[A-Z][A-Z0-9_]*@[1-9][0-9]*\b")
+NOTIFICATION = re.compile(r"\b([A-Z][A-Z0-9_]*)@([1-9][0-9]*)\b")
 TIME = re.compile(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 COMMAND = re.compile(r"aviso-workers (\S+ \S+)(?: ([-\w]+/[-\w]+)\b)?")
 DONE_ON = {
@@ -75,7 +75,9 @@ def clock(context: Context, value: datetime, now: datetime) -> Markup:
     reader wants exact times.
     """
     value, today = value.astimezone(UTC), now.astimezone(UTC).date()
-    day = f"{value:%Y-%m-%d} " if context.get("exact") else f"{value:%d %b, }" if value.date() != today else ""
+    if context.get("exact") or value.year != today.year:
+        return _moment(value, f"{value:%Y-%m-%d %H:%M:%S}")
+    day = f"{value:%d %b}, " if value.date() != today else ""
     return _moment(value, f"{day}{value:%H:%M:%S}")
 
 
@@ -159,7 +161,7 @@ def told(context: Context, text: str, now: datetime) -> Markup:
             return clock(context, datetime.fromisoformat(found[0]), now)
         return found[0]
 
-    linked = NOTIFICATION.sub(r'<a href="/notification?name=\g<0>">\g<0></a>', str(escape(text)))
+    linked = NOTIFICATION.sub(r'<a href="/notification?name=\1%40\2">\g<0></a>', str(escape(text)))
     return Markup(TIME.sub(moment, linked))
 
 

@@ -15,7 +15,6 @@ from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, store_time
-from aviso_workers.aviso.literals import rfc3339
 from aviso_workers.aviso.notifications import parse_pairs
 from aviso_workers.aviso.positions import parse_id
 from aviso_workers.aviso.schema import parse_where
@@ -224,14 +223,7 @@ def _waiting(message: Message) -> DelayedNotification | None:
         of = delayed_messages.original(message)
     except (UndecodableError, InvalidNotificationError):
         return None
-    stored = StoredMessage(
-        stream=of.stream,
-        sequence=0,
-        time=rfc3339(message.timestamp_ns),
-        subject=of.message.subject,
-        headers=dict(of.message.headers or {}),
-        data=of.message.data,
-    )
+    stored = inventory.read(of.stream, structs.replace(of.message, timestamp_ns=message.timestamp_ns))
     return DelayedNotification(name=f"{of.stream}@{DELAYED}{of.message_id}", due=due, message=stored) if due else None
 
 

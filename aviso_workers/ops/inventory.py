@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from msgspec import Struct, json
 
 from aviso_workers.aviso import literals
+from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin, Management
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, error_codes, info
@@ -140,13 +141,18 @@ async def message(
     found = await admin.message(stream, sequence or 0, last_by_subject=subject or "")
     if found is None:
         raise NotFoundError(f"stream {stream} has no message {subject or sequence}", code=error_codes.NO_MESSAGE)
+    return read(stream, found)
+
+
+def read(stream: str, message: Message) -> StoredMessage:
+    """Return a message of a stream as commands and pages show it."""
     return StoredMessage(
         stream=stream,
-        sequence=found.sequence,
-        time=literals.rfc3339(found.timestamp_ns),
-        subject=found.subject,
-        headers=dict(found.headers or {}),
-        data=found.data,
+        sequence=message.sequence,
+        time=literals.rfc3339(message.timestamp_ns),
+        subject=message.subject,
+        headers=dict(message.headers or {}),
+        data=message.data,
     )
 
 

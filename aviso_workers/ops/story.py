@@ -22,7 +22,7 @@ from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, NotificationReader, store_time
-from aviso_workers.aviso.literals import rfc3339, time_text
+from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.config.streams import event_streams
@@ -67,7 +67,7 @@ STATES = {
     "waits behind": ("warn", "Waits at {} behind ", "waits behind it"),
     "waits": ("warn", "Waits at {}: ", "waits to be delivered"),
     "delayed": ("warn", "Not given to {} yet: ", "waits until it is due"),
-    "superseded": ("gone", "Never given to {}: ", ""),
+    "never given": ("gone", "Never given to {}: ", ""),
     "erased": ("gone", "Never handled by {}: ", ""),
     PASSED_OVER: ("gone", "Passed over by {}: ", ""),
     "settled": ("", "Handled or passed over by {}: ", ""),
@@ -347,22 +347,15 @@ async def _of_dead_letter(
             wanted = Selection(app=app, stream=info.name, since=info.created)
             async with aclosing(StoredDeadLetters(admin, events=Events()).select(wanted)) as found:
                 async for each in found:
-                    if (of := each.original).sequence == sequence:
-                        return StoredMessage(
-                            stream=info.name,
-                            sequence=sequence,
-                            time=rfc3339(of.timestamp_ns),
-                            subject=of.subject,
-                            headers=dict(of.headers or {}),
-                            data=of.data,
-                        )
+                    if each.original.sequence == sequence:
+                        return inventory.read(info.name, each.original)
     return None
 
 
 def _of_absent(fate: Fate, absent: str, kept: Kept) -> Fate:
     """Return what has become of a notification that is not stored any more: a consumer passes over it."""
     if fate.state in ("waits", "waits behind"):
-        return structs.replace(fate, state="superseded", why=absent, error="", cure="")
+        return structs.replace(fate, state="never given", why=absent, error="", cure="")
     if fate.state in ("counted", HANDLED) and kept.back is None:
         return structs.replace(fate, state="settled", why=f"{fate.why}; or it was passed over: {absent}")
     return fate
@@ -508,7 +501,10 @@ def _by_position(
         by = f"by {reset.by} at {time_text(reset.time)}"
         return PASSED_OVER, f"its consumer was reset past it {by}, when it was not known to be settled"
     if message.sequence < (begin := events.config.start_sequence):
-        return "settled", f"its consumer begins at {begin}: it was handled before, or passed over when that was made"
+        return (
+            "settled",
+            f"it is older than the agent's consumer, which begins at {begin}: it was handled before, or passed over",
+        )
     if "window" in policy:
         return "counted", f"{until}: it counts in the windows of the agent ({policy['window']})"
     return HANDLED, f"{until}, no dead letter of it is kept, and none was erased"

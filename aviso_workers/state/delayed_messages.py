@@ -145,7 +145,8 @@ def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: 
 def due_at(message: Message) -> datetime | None:
     """Return when one that waits is to be stored; None where it does not say so."""
     with suppress(ValueError):
-        return datetime.fromisoformat((message.headers or {}).get("Nats-Schedule", "").removeprefix("@at "))
+        due = datetime.fromisoformat((message.headers or {}).get("Nats-Schedule", "").removeprefix("@at "))
+        return due if due.tzinfo else None
     return None
 
 

@@ -163,12 +163,22 @@ async def test_dead_letters_need_somebody_although_their_agent_is_idle(
 async def test_a_notification_says_what_became_of_it_at_each_agent(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4)
     async with console.client() as client:
-        await shown(client, "/agents?state=blocked", "1 of 3 agents.")
+        await shown(client, "/notification?name=mars@1", "blocked field-index/blocks")
         page = await shown(client, "/notification?name=mars@1", "dead letter field-index/fails Dead letter 1, ")
         behind = await shown(
             client, "/notification?name=mars@2", "Waits at field-index/blocks behind MARS@1 of the same key, "
         )
         missing = await client.get("/notification?name=mars@77")
+        may = (await client.get("/notification?name=mars@1")).text
+    async with console.client(READER) as client:
+        may_not = (await client.get("/notification?name=mars@1")).text
+    assert re.findall(r'action="/actions/([^"]*)"|>(Decide …)<', may) == [
+        ("", "Decide …"),
+        ("retry-dead-letters", ""),
+        ("drop-dead-letters", ""),
+    ]
+    assert re.findall(r'action="/actions/([^"]*)"|>(Decide …)<', may_not) == []
+    assert "published it" in may_not
     assert "handled field-index/index Everything up to 2 is settled" in page
     assert "blocked field-index/blocks Has failed " in page
     assert "step=3" in page, "its identifier"

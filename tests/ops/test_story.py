@@ -113,9 +113,11 @@ async def test_what_is_handled_waits_and_is_not_for_an_agent(app: App) -> None:
     async with app.running():
         assert "no dead letter of it is kept" in await until(app, "mars@1", "index", "handled")
         assert "it reads mars.rd." in await until(app, "mars@1", "research", "not for it")
-        assert (await until(app, "mars@1", "alert", "settled")).startswith("its consumer begins at 2: ")
+        assert (await until(app, "mars@1", "alert", "settled")).startswith(
+            "it is older than the agent's consumer, which begins at 2: "
+        )
         found = await told(app, "mars@1")
-        assert found.sentence.startswith("Handled or passed over by field/alert: its consumer begins at 2: ")
+        assert found.sentence.startswith("Handled or passed over by field/alert: it is older than ")
         assert (found.also, found.tone) == ("Handled at field/index.", ""), "no green where something is not known"
         assert happened(found) == [("a publisher", "published it")]
         await agent_control.pause(app.session.admin, AgentConsumer(app="field", agent="index", stream="MARS"))
@@ -326,7 +328,7 @@ async def test_one_that_a_newer_one_of_its_subject_has_replaced_says_which(app: 
         await until(app, "mars@1", "plots", "handled")
         await publish(app, 1)
         replaced = "MARS@2, a newer one of its subject, has taken its place: the stream keeps 1"
-        assert await until(app, "mars@1", "archive", "superseded") == replaced
+        assert await until(app, "mars@1", "archive", "never given") == replaced
         assert (await fates(app, "mars@1"))["plots"][0] == "settled", "it may have been passed over"
         found = await told(app, "mars@1")
         assert (found.absent, found.identifier["step"]) == (replaced, "1"), "as its dead letter has it"
