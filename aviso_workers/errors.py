@@ -244,9 +244,11 @@ class DeliveriesExhaustedError(AvisoWorkersError):
 class SkippedError(AvisoWorkersError):
     """A person has decided that a notification which was retried is not tried again."""
 
-    def __init__(self, attempts: int, error: str) -> None:
+    def __init__(self, attempts: int, error: str, *, by: str = "") -> None:
         self.attempts = attempts
-        super().__init__(f"skipped by a person after {attempts} attempts; the last error: {error or 'not known'}")
+        self.by = by
+        last = error or "not known"
+        super().__init__(f"skipped by {by or 'a person'} after {attempts} attempts; the last error: {last}")
 
 
 class NoReplyError(AvisoWorkersError):

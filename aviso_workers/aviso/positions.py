@@ -6,10 +6,12 @@ Pure. Both ends are inclusive.
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 
 from msgspec import Struct
 
+from aviso_workers.aviso.literals import Duration
 from aviso_workers.errors import InvalidPositionError
 
 LARGEST_ID = 2**64 - 1
@@ -17,6 +19,10 @@ EARLIEST, LATEST = datetime(1678, 1, 1, tzinfo=UTC), datetime(2262, 1, 1, tzinfo
 """Nothing is stored before or after: a server counts nanoseconds in 64 bits, and takes other times for quite others."""
 SECONDS_DIGITS = 11
 """A number of at most so many digits is seconds since 1970, a longer one milliseconds."""
+
+
+DAYS_AGO = {"today": 0, "yesterday": 1}
+WITHOUT_SECONDS = re.compile(r"(\d{4}-\d{2}-\d{2})(?:[T ](\d{2}:\d{2})(Z|[+-]\d{2}:\d{2})?)?", re.ASCII | re.IGNORECASE)
 
 
 class Position(Struct, frozen=True, kw_only=True):
@@ -78,9 +84,35 @@ def parse_date(value: datetime | int | str, *, name: str = "from_date") -> datet
     return min(max(_date(value, name), EARLIEST), LATEST)
 
 
-def parse_position(text: str, *, name: str) -> Position:
-    """Return the position that a person means: a sequence, a date, `all` from the first stored notification on, or
-    `new`. Digits are a sequence and no time: mistaken for one, millions would be handled again.
+def parse_moment(text: str, *, name: str, now: datetime) -> datetime:
+    """Return the time that a person means: a day, `today` or `yesterday`, each by its beginning in UTC; how long ago,
+    such as `2h`; a time without seconds; or what `parse_date` reads. Raises `InvalidPositionError`.
+    """
+    said = text.strip().lower()
+    if said in DAYS_AGO:
+        return day_of(now) - timedelta(DAYS_AGO[said])
+    with suppress(ValueError, OverflowError):
+        return max(now - timedelta(seconds=Duration.parse(said)), EARLIEST)
+    if found := WITHOUT_SECONDS.fullmatch(said):
+        said = f"{found[1]}T{found[2] or '00:00'}:00{found[3] or 'Z'}"
+    try:
+        return parse_date(said, name=name)
+    except InvalidPositionError as error:
+        raise InvalidPositionError(
+            f"{name} must be a day such as 2026-11-20, a time such as 2026-11-20T06:00Z, today, yesterday, or how long "
+            f"ago, such as 2h, found {text!r}"
+        ) from error
+
+
+def day_of(moment: datetime) -> datetime:
+    """Return the beginning of a day, in UTC."""
+    return datetime(moment.year, moment.month, moment.day, tzinfo=UTC)
+
+
+def parse_position(text: str, *, name: str, now: datetime) -> Position:
+    """Return the position that a person means: a sequence, a time as `parse_moment` reads it, `all` from the first
+    stored notification on, or `new`. Digits are a sequence and no time: mistaken for one, millions would be handled
+    again.
 
     Raises `InvalidPositionError`.
     """
@@ -88,7 +120,7 @@ def parse_position(text: str, *, name: str) -> Position:
         return Position(sequence=1) if text == "all" else Position()
     if text.isascii() and text.isdigit():
         return Position(sequence=parse_id(text, name=name))
-    return Position(time=parse_date(text, name=name))
+    return Position(time=parse_moment(text, name=name, now=now))
 
 
 def _date(value: datetime | int | str, name: str) -> datetime:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -10,27 +11,29 @@ import typer
 from aviso_workers.aviso.positions import parse_position
 from aviso_workers.cli.agents import AgentArgument, AppOrAgent, agents, parts_of
 from aviso_workers.cli.arguments import parse_pause
-from aviso_workers.cli.options import For, Yes, argument, confirm, flag, option
-from aviso_workers.cli.output import echo, print_record, print_table
+from aviso_workers.cli.options import For, Note, Yes, argument, confirm, flag, option
+from aviso_workers.cli.output import print_record, print_table
+from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
-from aviso_workers.ops import agent_control, retirement, retried
+from aviso_workers.ops import agent_control, audit, retirement, retried
 from aviso_workers.ops.agent_control import AgentConsumer, Reset
 from aviso_workers.ops.retirement import Retirement
 from aviso_workers.state.orders import Decides
 
 
 @agents.command()
-def pause(target: AgentArgument, for_: For = None, config: ConfigOption = None) -> None:
+def pause(target: AgentArgument, for_: For = None, note: Note = "", config: ConfigOption = None) -> None:
     """Pause an agent in all its workers. Notifications that they have begun to handle are finished.
 
-    Example: aviso-workers agents pause field-index/index_field --for 2h
+    Example: aviso-workers agents pause field-index/index_field --for 2h --note "the archive is down"
     """
     seconds = parse_pause(for_)
 
     async def run(server: OpenedServer, agent: AgentConsumer) -> None:
-        until = await agent_control.pause(server.admin, agent, seconds=seconds)
-        typer.echo(f"{agent.agent} is paused until {agent_control.end_text(until)}{_on_all(agent)}")
+        async with recorded(server, "pause-agent", agent.name, **{"for": for_, "why": note}) as result:
+            until = await agent_control.pause(server.admin, agent, seconds=seconds, by=audit.this_user(), note=note)
+            result.text = f"{agent.agent} is paused until {agent_control.end_text(until)}{_on_all(agent)}"
 
     _control(target, config, run, several=True)
 
@@ -43,8 +46,9 @@ def resume(target: AgentArgument, config: ConfigOption = None) -> None:
     """
 
     async def run(server: OpenedServer, agent: AgentConsumer) -> None:
-        await agent_control.resume(server.admin, agent)
-        typer.echo(f"{agent.agent} is resumed{_on_all(agent)}")
+        async with recorded(server, "resume-agent", agent.name) as result:
+            await agent_control.resume(server.admin, agent)
+            result.text = f"{agent.agent} is resumed{_on_all(agent)}"
 
     _control(target, config, run, several=True)
 
@@ -92,7 +96,7 @@ def reset(
         str,
         option(
             "ID|DATE|all|new",
-            "Where it goes on: at a sequence, at a time such as 2026-11-20T06:00:00Z, at the first stored "
+            "Where it goes on: at a sequence, at a time such as 2026-11-20T06:00Z or 2h ago (2h), at the first stored "
             "notification (all), or at the next one to be published (new).",
         ),
     ],
@@ -104,14 +108,18 @@ def reset(
 
     Example: aviso-workers agents reset field-index/index_field --to 2026-11-20T06:00:00Z
     """
-    position = parse_position(to, name="--to")
+    position = parse_position(to, name="--to", now=datetime.now(UTC))
 
     async def run(server: OpenedServer, agent: AgentConsumer) -> None:
         plan = await agent_control.plan_reset(server.admin, agent, position)
         _print_plan(plan)
         confirm(yes, to="reset it")
-        ahead = await agent_control.reset(server.admin, plan)
-        typer.echo(f"{agent.agent} goes on at {agent.stream}@{plan.sequence}, with {ahead} notifications ahead of it")
+        async with recorded(server, "reset-agent", agent.name, to=to) as result:
+            ahead = await agent_control.reset(server.admin, plan)
+            result.affected = plan.affected
+            result.text = (
+                f"{agent.agent} goes on at {agent.stream}@{plan.sequence}, with {ahead} notifications ahead of it"
+            )
 
     _control(target, config, run)
 
@@ -149,8 +157,9 @@ def rename(
         if plan.again:
             typer.echo(f"{plan.again} notifications that were settled after an unsettled one are handled again")
         confirm(yes, to="rename it")
-        await agent_control.rename(server.admin, plan)
-        typer.echo(f"{agent} of {name} is {to} now")
+        async with recorded(server, "rename-agent", f"{name}/{agent}", to=to) as result:
+            await agent_control.rename(server.admin, plan)
+            result.text = f"{agent} of {name} is {to} now"
 
     connected(config, run, declared=True)
 
@@ -183,8 +192,9 @@ def remove(
         if plan.dead_letters:
             typer.echo(f"{plan.dead_letters} dead letters stay: `aviso-workers dead-letters drop` removes them")
         confirm(yes, to="remove it")
-        await retirement.retire(server.admin, plan)
-        typer.echo(f"{f'{agent} of {name}' if agent else name} is gone from the server")
+        async with recorded(server, "remove-agent", f"{name}/{agent}" if agent else name) as result:
+            await retirement.retire(server.admin, plan)
+            result.text = f"{f'{agent} of {name}' if agent else name} is gone from the server"
 
     connected(config, run, declared=True)
 
@@ -254,16 +264,17 @@ def _decide(
         raise DeclarationError("say which: the sequences that `aviso-workers agents retrying` lists, or --all")
 
     async def run(server: OpenedServer, agent: AgentConsumer) -> None:
-        asked = await retried.plan(server.admin, agent, sequences or (), decides)
+        asked = await retried.plan(server.admin, agent, sequences or (), decides, by=audit.this_user())
         if decides == "skip":
             behind = sum(each.behind for each in asked)
             waits = f"; {behind} that wait behind them run without" if behind else ""
             typer.echo(f"{len(asked)} of {agent.agent} to be skipped{waits}")
             confirm(yes, to="skip them")
-        await retried.decide(server.admin, agent, asked)
-        answers = await retried.wait(server.admin, agent, asked)
-        for each in answers:
-            echo(f"{each.stream}@{each.sequence}: {each.text}")
+        of_some = ", ".join(map(str, sequences or ()))
+        async with recorded(server, f"{decides}-notifications", agent.name, sequence=of_some) as result:
+            await retried.decide(server.admin, agent, asked)
+            answers = await retried.wait(server.admin, agent, asked)
+            result.text = "\n".join(f"{each.stream}@{each.sequence}: {each.text}" for each in answers)
         if not all(each.carried_out for each in answers):
             raise typer.Exit(1)
 

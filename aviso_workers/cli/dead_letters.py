@@ -6,23 +6,26 @@ import base64
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
+from msgspec import structs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import body_text, printable
-from aviso_workers.aviso.positions import parse_date
+from aviso_workers.aviso.positions import parse_moment
 from aviso_workers.cli import completion
 from aviso_workers.cli.options import argument, finite, flag, option
 from aviso_workers.cli.output import Columns, print_json, print_table, skipped_reported, terminal, time_text
+from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_control, audit
-from aviso_workers.ops.audit import Audit, Operator
+from aviso_workers.ops.audit import ActionResult, AffectedLetters, Audit, Operator
 from aviso_workers.ops.dead_letters import (
     Group,
     Selection,
@@ -45,6 +48,7 @@ FEW = 20
 
 Action = Callable[..., Awaitable[None]]
 """`StoredDeadLetters.retry` or `StoredDeadLetters.drop`."""
+Run = Callable[[StoredDeadLetters, OpenedServer], Awaitable[None]]
 
 Sequences = Annotated[
     list[int] | None,
@@ -62,9 +66,11 @@ OfStream = Annotated[
     ),
 ]
 Since = Annotated[
-    str | None, option("DATE", "Only those dead-lettered at this time or later, e.g. 2026-11-20T06:00:00Z.")
+    str | None, option("TIME", "Only those dead-lettered at this time or later, e.g. 2026-11-20, yesterday or 2h.")
 ]
-Until = Annotated[str | None, option("DATE", "Only those dead-lettered at this time or earlier.")]
+Until = Annotated[
+    str | None, option("TIME", "Only those dead-lettered at this time or earlier. A day is its beginning, in UTC.")
+]
 WithError = Annotated[str | None, option("TEXT", "Only those whose error contains this text.")]
 DryRun = Annotated[bool, flag("--dry-run", "Only say which dead letters are selected.")]
 Yes = Annotated[bool, flag("--yes", "Carry it out for all that the options select; not needed with SEQUENCE.")]
@@ -96,7 +102,7 @@ def ls(
     app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, since, until, app=app, agent=agent, reason=reason, stream=stream, error=error)
 
-    async def run(stored: StoredDeadLetters) -> None:
+    async def run(stored: StoredDeadLetters, _server: OpenedServer) -> None:
         async with aclosing(stored.select(wanted)) as selected:
             if as_json:
                 async for dead_letter in selected:
@@ -154,7 +160,7 @@ def show(
     """
     app, config = _named_app(app, None, config)
 
-    async def run(stored: StoredDeadLetters) -> None:
+    async def run(stored: StoredDeadLetters, _server: OpenedServer) -> None:
         dead_letter = await stored.get(sequence, app)
         print_json(document(dead_letter)) if as_json else _print_dead_letter(dead_letter)
 
@@ -187,7 +193,7 @@ def retry(
     """
     app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, since, until, app=app, agent=agent, reason=reason, stream=stream, error=error)
-    _act(config, wanted, StoredDeadLetters.retry, "returned", every=all_, rate=rate, dry_run=dry_run, yes=yes)
+    _act(config, wanted, StoredDeadLetters.retry, every=all_, rate=rate, dry_run=dry_run, yes=yes)
 
 
 @dead_letters.command()
@@ -211,14 +217,13 @@ def drop(
     """
     app, config = _named_app(app, agent, config)
     wanted = _selection(sequences, since, until, app=app, agent=agent, reason=reason, stream=stream, error=error)
-    _act(config, wanted, StoredDeadLetters.drop, "erased", every=all_, dry_run=dry_run, yes=yes)
+    _act(config, wanted, StoredDeadLetters.drop, every=all_, dry_run=dry_run, yes=yes)
 
 
 def _act(
     config: ConfigSource | None,
     wanted: Selection,
     act: Action,
-    done: str,
     *,
     every: bool,
     rate: float | None = None,
@@ -228,7 +233,7 @@ def _act(
     if every and wanted != Selection():
         raise DeclarationError("--all is for those of all apps: leave out what selects some")
 
-    async def run(stored: StoredDeadLetters) -> None:
+    async def run(stored: StoredDeadLetters, server: OpenedServer) -> None:
         found = await _found(stored, wanted)
         if not found or dry_run:
             return
@@ -238,7 +243,13 @@ def _act(
         if not (yes or wanted.sequences):
             typer.echo("nothing was done; say --yes, or name the dead letters by their sequences", err=True)
             raise typer.Exit(2)
-        await _act_on(stored, found, act, done, rate)
+        chosen = {name: value for name, value in structs.asdict(wanted).items() if value}
+        chosen["sequences"] = ", ".join(map(str, sorted(wanted.sequences)))
+        action = f"{'retry' if act is StoredDeadLetters.retry else 'drop'}-dead-letters"
+        async with recorded(server, action, "dead letters", **chosen) as result:
+            await _act_on(stored, found, act, result, rate)
+        if act is StoredDeadLetters.retry:
+            typer.echo("One that fails again becomes a dead letter again: see `dead-letters ls`", err=True)
 
     _run(config, run)
 
@@ -271,20 +282,23 @@ async def _say_none(stored: StoredDeadLetters) -> None:
 
 
 async def _act_on(
-    stored: StoredDeadLetters, found: frozenset[LetterId], act: Action, done: str, rate: float | None
+    stored: StoredDeadLetters, found: frozenset[LetterId], act: Action, result: ActionResult, rate: float | None
 ) -> None:
     """Read the dead letters once more, which needs no memory for all of them, and act on exactly those that were
     shown, at most `rate` of them a second.
     """
-    count, refused = 0, list[RefusedError]()
+    done = "returned" if act is StoredDeadLetters.retry else "erased"
+    count, refused, affected = 0, list[RefusedError](), AffectedLetters()
+    others = ""
     columns = (TextColumn(done), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             bar = progress.add_task("", total=len(found))
 
-            def note(_dead_letter: DeadLetter) -> None:
+            def note(dead_letter: DeadLetter) -> None:
                 nonlocal count
                 count += 1
+                affected.note(dead_letter)
                 progress.advance(bar)
 
             async with aclosing(stored.select(Selection(chosen=found))) as dead_letters:
@@ -295,22 +309,20 @@ async def _act_on(
                         refused.append(error)  # of one agent: the others are no worse for it
         if refused:
             raise refused[0]
-    except BaseException:
-        typer.echo(f"{count} of {len(found)} {done}")
-        raise
-    others = "" if count == len(found) else "; the others are not there any more: another command was faster"
-    typer.echo(f"{count} of {len(found)} {done}{others}")
-    if act is StoredDeadLetters.retry:
-        typer.echo("One that fails again becomes a dead letter again: see `dead-letters ls`", err=True)
+        if count < len(found):
+            others = "; the others are not there any more: another command was faster"
+    finally:
+        result.text = f"{count} of {len(found)} {done}{others}"
+        result.affected = affected.records(done)
 
 
-def _run(config: ConfigSource | None, run: Callable[[StoredDeadLetters], Awaitable[None]]) -> None:
+def _run(config: ConfigSource | None, run: Run) -> None:
     events = Events()
     with skipped_reported(events):
 
         async def run_connected(server: OpenedServer) -> None:
             operator = Operator(audit.this_user(), Audit(server.admin, server.config))
-            await run(StoredDeadLetters(server.admin, events=events, operator=operator))
+            await run(StoredDeadLetters(server.admin, events=events, operator=operator), server)
 
         connected(config, run_connected)
 
@@ -326,8 +338,9 @@ def _named_app(
 
 
 def _selection(sequences: Sequence[int] | None, since: str | None, until: str | None, **others: Any) -> Selection:
-    first = parse_date(since, name="--since") if since else None
-    last = parse_date(until, name="--until") if until else None
+    now = datetime.now(UTC)
+    first = parse_moment(since, name="--since", now=now) if since else None
+    last = parse_moment(until, name="--until", now=now) if until else None
     if first and last and last < first:
         raise InvalidPositionError(f"--until {until} is before --since {since}")
     return Selection(sequences=frozenset(sequences or ()), since=first, until=last, **others)

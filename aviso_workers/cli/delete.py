@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from aviso_workers.cli.options import Yes, argument, confirm
 from aviso_workers.cli.output import print_table
+from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import aviso_admin
+from aviso_workers.state.audit_records import Affected
 
 
 @on_server
@@ -29,5 +29,7 @@ async def delete(
         ("stream", "sequence", "subject", "stored"), [(found.stream, str(found.sequence), found.subject, found.time)]
     )
     confirm(yes, to="delete it")
-    await aviso_admin.delete(server.admin, server.config, notification)
-    typer.echo(f"{notification} deleted")
+    async with recorded(server, "delete-notification", notification) as result:
+        await aviso_admin.delete(server.admin, server.config, notification)
+        result.text, of_it = f"{notification} deleted", ((found.sequence, found.sequence),)
+        result.affected = (Affected(how="deleted", stream=found.stream, ranges=of_it),)

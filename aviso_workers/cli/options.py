@@ -29,6 +29,9 @@ For = Annotated[
 ]
 
 
+Note = Annotated[str, option("TEXT", "Why it is paused, for those who look how it is.")]
+
+
 def flag(name: str, help: str, *names: str, **settings: Any) -> Any:
     """Return an option without a value."""
     return typer.Option(name, *names, help=help, **settings)

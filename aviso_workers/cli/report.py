@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.text import Text
 
-from aviso_workers.aviso.literals import printable
+from aviso_workers.aviso.literals import printable, time_text
 from aviso_workers.backends import Admin
 from aviso_workers.cli.options import argument, flag, option, seconds_between
 from aviso_workers.cli.output import (
@@ -125,14 +125,16 @@ async def notification(
     if as_json:
         print_json(msgspec.to_builtins(told))
         return
-    found = told.message
-    by = f", published by {told.origin.publisher}" if told.origin.publisher else ""
-    typer.echo(printable(f"{found.stream}@{found.sequence}, stored {found.time}{by}: {found.subject}"))
-    rows = [(each.app, each.agent, each.state, each.why) for each in told.fates]
-    print_table(("app", "agent", "it is", "why"), rows) if rows else typer.echo("no agent reads this stream")
-    for output, agent, subject in told.outputs:
-        of = "/".join(agent) if agent else "somebody in the same trace"
-        typer.echo(printable(f"{of} has published {output} while it was handled: {subject}"))
+    typer.echo(printable(f"{told.name}: {told.message.subject}"))
+    for sentence in filter(None, (told.sentence, told.also)):
+        typer.echo(printable(sentence))
+    fates = [(each.name, each.state, "; ".join(filter(None, (each.why, each.error)))) for each in told.fates]
+    print_table(("agent", "it is", "why"), fates)
+    events = [
+        (time_text(each.time) if each.time else "now", each.whose, "; ".join(filter(None, (each.told, each.error))))
+        for each in told.events
+    ]
+    print_table(("time", "who", "what"), events)
     for sentence in filter(None, (*told.unsure, told.denied)):
         typer.echo(printable(sentence), err=True)
 

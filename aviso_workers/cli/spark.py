@@ -16,7 +16,7 @@ import typer
 from aviso_workers.app import App
 from aviso_workers.aviso.literals import printable
 from aviso_workers.aviso.notifications import parse_pairs
-from aviso_workers.aviso.positions import parse_date
+from aviso_workers.aviso.positions import parse_moment
 from aviso_workers.cli import NOT_PROVEN, completion
 from aviso_workers.cli.arguments import parse_duration, parse_where
 from aviso_workers.cli.completion import Event
@@ -44,7 +44,7 @@ def reconcile(
     ] = None,
     since: Annotated[
         str | None,
-        option("DATE", "Compare only applications that began at this time or later, e.g. 2026-11-20T06:00:00Z."),
+        option("TIME", "Compare only applications that began at this time or later, e.g. 2026-11-20 or 2h."),
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print one JSON document for each row.")] = False,
     config: ConfigOption = None,
@@ -55,7 +55,7 @@ def reconcile(
     Example: aviso-workers spark reconcile http://history:18080 --since 2026-11-20T06:00:00Z
     """
     rest = SparkRest(url)
-    moment = parse_date(since, name="--since") if since else None
+    moment = parse_moment(since, name="--since", now=datetime.now(UTC)) if since else None
 
     async def run(app: App) -> list[Comparison | Incomparable]:
         return [
@@ -276,9 +276,9 @@ def _position(text: str) -> dict[str, str] | None:
         return {"startingOffsets": text}
     if not re.match(r"\d{4}-\d{2}-\d{2}", text):
         return None
-    moment = f"{text}T00:00:00Z" if len(text) == len("2026-11-20") else text
-    begin = parse_date(moment, name="--from")
-    if begin > datetime.now(UTC):
+    now = datetime.now(UTC)
+    begin = parse_moment(text, name="--from", now=now)
+    if begin > now:
         raise DeclarationError(f"--from {text} is in the future")
     return {"startingTimestamp": begin.isoformat()}
 

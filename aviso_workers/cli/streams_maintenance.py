@@ -13,6 +13,7 @@ from aviso_workers.cli import completion
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.options import Yes, argument, confirm, option
 from aviso_workers.cli.output import print_table
+from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.streams import streams
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import maintenance
@@ -35,7 +36,9 @@ async def purge(
     plan = await maintenance.plan_purge(server.admin, stream, subject=subject, keep=keep, before=before or 0)
     typer.echo(f"{stream}: {plan.messages} messages would be removed")
     confirm(yes, to="remove them")
-    typer.echo(f"{stream}: {await maintenance.purge(server.admin, plan)} removed")
+    async with recorded(server, "purge-stream", stream, subject=subject, keep=keep, before=before) as result:
+        result.text = f"{stream}: {await maintenance.purge(server.admin, plan)} removed"
+        result.affected = await maintenance.purged(server.admin, plan)
 
 
 @streams.command()
@@ -48,8 +51,9 @@ async def seal(server: OpenedServer, stream: Stream, yes: Yes = False) -> None:
     kept = (await server.admin.stream_info(stream)).messages
     typer.echo(f"{stream}: {kept} messages would be kept as they are, and no other added, for good")
     confirm(yes, to="seal it")
-    await maintenance.seal(server.admin, stream)
-    typer.echo(f"{stream}: sealed")
+    async with recorded(server, "seal-stream", stream) as result:
+        await maintenance.seal(server.admin, stream)
+        result.text = f"{stream}: sealed"
 
 
 @streams.command("rm")
@@ -63,8 +67,9 @@ async def remove(server: OpenedServer, stream: Stream, yes: Yes = False) -> None
     going = f"{found.messages} messages and {found.consumers} consumers"
     typer.echo(f"{stream}: the stream would be removed with {going}")
     confirm(yes, to="remove it")
-    await maintenance.remove_stream(server.admin, stream)
-    typer.echo(f"{stream}: removed")
+    async with recorded(server, "remove-stream", stream) as result:
+        await maintenance.remove_stream(server.admin, stream)
+        result.text = f"{stream}: removed with {going}"
 
 
 @streams.command("step-down")

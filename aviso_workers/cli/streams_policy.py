@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -11,6 +11,7 @@ from aviso_workers.cli import NOT_PROVEN, completion
 from aviso_workers.cli.completion import Event
 from aviso_workers.cli.options import Yes, argument, confirm, flag
 from aviso_workers.cli.output import AsJson, print_rows, print_table
+from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.streams import name_missing, streams
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, on_server
 from aviso_workers.config import Config
@@ -19,7 +20,7 @@ from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.fields import readable
 from aviso_workers.jetstream.plans import ConsumerPlan, Plan
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import aviso_admin, permissions, stream_policy
+from aviso_workers.ops import aviso_admin, maintenance, permissions, stream_policy
 
 NONE_CONFIGURED = (
     "no streams or consumers are configured; those of event types that are declared in Python need --app MODULE:APP"
@@ -85,13 +86,9 @@ def apply(
         _print_plans(plans)
         if any(found.needed and found.removing for found in plans):
             confirm(yes, to="do all of it, and remove the stored messages that are counted above")
-        differs = False
         # Those that exist come first: one may give up subjects that a new one takes.
-        for needed in sorted((found for found in plans if found.needed), key=lambda found: not found.exists):
-            left = await stream_policy.carry_out(server.admin, server.config, needed, removals=yes)
-            said = f"not as configured: {'; '.join(map(str, left))}" if left else "done"
-            typer.echo(f"{' '.join(_names(needed)).strip()}: {said}")
-            differs |= bool(left)
+        needed = sorted((found for found in plans if found.needed), key=lambda found: not found.exists)
+        differs = bool(needed) and not await _carry_out(server, needed, removals=yes)
         if differs or any(found.fixed or found.fenced or found.unfinished for found in plans):
             raise typer.Exit(1)
 
@@ -156,14 +153,30 @@ def _own(config: Config, role: permissions.Role | None, source: ConfigSource | N
     return []
 
 
+async def _carry_out(server: OpenedServer, plans: Sequence[Plan | ConsumerPlan], *, removals: bool) -> bool:
+    """Return whether all is as configured then."""
+    differs, said = False, list[str]()
+    async with recorded(server, "apply-streams", "streams", streams=", ".join(plan.stream for plan in plans)) as result:
+        for plan in plans:
+            left = await stream_policy.carry_out(server.admin, server.config, plan, removals=removals)
+            outcome = f"not as configured: {'; '.join(map(str, left))}" if left else "done"
+            said.append(f"{' '.join(_names(plan)).strip()}: {outcome}")
+            result.text = "\n".join(said)
+            differs |= bool(left)
+    return not differs
+
+
 async def _wipe(server: OpenedServer, found: Mapping[str, int], *, yes: bool) -> None:
     if not found:
         typer.echo("no stream of a configured event type exists")
         return
     print_table(("stream", "messages"), [(stream, str(messages)) for stream, messages in found.items()])
     confirm(yes, to="remove all of them")
-    for stream, removed in (await aviso_admin.wipe(server.admin, list(found))).items():
-        typer.echo(f"{stream}: {removed} removed")
+    plans = [await maintenance.plan_purge(server.admin, stream) for stream in found]
+    async with recorded(server, "wipe-streams", ", ".join(found)) as result:
+        removed = await aviso_admin.wipe(server.admin, list(found))
+        result.text = "\n".join(f"{stream}: {count} removed" for stream, count in removed.items())
+        result.affected = tuple([each for plan in plans for each in await maintenance.purged(server.admin, plan)])
 
 
 def _print_plans(plans: Iterable[Plan | ConsumerPlan], *, as_json: bool = False) -> None:

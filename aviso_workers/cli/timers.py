@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import anyio
@@ -11,10 +12,11 @@ import typer
 
 from aviso_workers.app import App
 from aviso_workers.aviso.literals import time_text
-from aviso_workers.aviso.positions import parse_date
+from aviso_workers.aviso.positions import parse_date, parse_moment
 from aviso_workers.cli.arguments import parse_duration, parse_pause
-from aviso_workers.cli.options import For, Yes, argument, confirm, flag, option
+from aviso_workers.cli.options import For, Note, Yes, argument, confirm, flag, option
 from aviso_workers.cli.output import AsJson, echo, print_rows, print_table
+from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, run_connected
 from aviso_workers.errors import DeclarationError, UnavailableError, describe
 from aviso_workers.events import Ticked
@@ -86,16 +88,24 @@ def run(
     """
     longest = parse_duration(wait, name="--wait")
     found, timer = _found(app, name, config)
-    if ask:
-        succeeded, said = connected(found.config, lambda server: _asked(server, found.name, name, longest))
-        echo(f"{name}: {said}", err=not succeeded)
-        raise typer.Exit(int(not succeeded))
 
-    ticked = run_connected(found, lambda app: app.session.run_timer(app, timer))[0]
-    if ticked.error is not None:
-        echo(f"{name} failed after {ticked.seconds:.1f} s: {describe(ticked.error)}", err=True)
-        raise typer.Exit(1)
-    echo(f"{name} ran, in {ticked.seconds:.1f} s")
+    async def run_here(app: App) -> tuple[bool, str]:
+        [ticked] = await app.session.run_timer(app, timer)
+        if ticked.error is not None:
+            return False, f"{name} failed after {ticked.seconds:.1f} s: {describe(ticked.error)}"
+        return True, f"{name} ran, in {ticked.seconds:.1f} s"
+
+    async def work(server: OpenedServer, running: Awaitable[tuple[bool, str]]) -> bool:
+        async with recorded(server, "run-timer", f"{found.name}/{name}") as result:
+            succeeded, result.text = await running
+            result.state = "done" if succeeded else "failed"
+        return succeeded
+
+    if ask:
+        succeeded = connected(found.config, lambda server: work(server, _asked(server, found.name, name, longest)))
+    else:
+        succeeded = run_connected(found, lambda app: work(OpenedServer(app.session.admin, app.config), run_here(app)))
+    raise typer.Exit(int(not succeeded))
 
 
 async def _asked(server: OpenedServer, app: str, timer: str, longest: float) -> tuple[bool, str]:
@@ -108,10 +118,12 @@ async def _asked(server: OpenedServer, app: str, timer: str, longest: float) -> 
             with suppress(UnavailableError):  # the run goes on at its worker
                 newest = await timer_control.asked(server.admin, app, timer)
                 if newest and newest.asked > run.asked:
-                    return False, "somebody else has asked for a run since, and what became of this one is not known"
+                    since = "somebody else has asked for a run since, and what became of this one is not known"
+                    return False, f"{timer}: {since}"
                 if newest and newest.asked == run.asked:  # else a replica that is behind has told it
                     run = newest
-    return run.seconds is not None and not run.error, run_text(run, void=anyio.current_time() >= void_at)
+    said = f"{timer}: {run_text(run, void=anyio.current_time() >= void_at)}"
+    return run.seconds is not None and not run.error, said
 
 
 @timers.command()
@@ -122,7 +134,7 @@ def pause(
     until: Annotated[
         str | None, option("TIME", "When the pause ends, e.g. 2026-11-20T06:00:00Z, instead of --for.")
     ] = None,
-    note: Annotated[str, option("TEXT", "Why it is paused, for those who read `timers ls`.")] = "",
+    note: Note = "",
     config: ConfigOption = None,
 ) -> None:
     """Pause a timer in all workers, also in those that start later. A tick that runs is finished. Workers of a version
@@ -136,11 +148,15 @@ def pause(
         raise DeclarationError("say --for or --until, not both")
     found, timer = _found(app, name, config)
 
-    made = connected(
-        found.config,
-        lambda server: timer_control.pause(server.admin, found.name, timer.name, until=end, seconds=seconds, note=note),
-    )
-    echo(f"{name} is paused until {end_text(made.until)}")
+    async def work(server: OpenedServer) -> None:
+        chosen = {"for": for_, "until": until, "why": note}
+        async with recorded(server, "pause-timer", f"{found.name}/{name}", **chosen) as result:
+            made = await timer_control.pause(
+                server.admin, found.name, timer.name, until=end, seconds=seconds, note=note
+            )
+            result.text = f"{name} is paused until {end_text(made.until)}"
+
+    connected(found.config, work)
 
 
 @timers.command()
@@ -151,8 +167,12 @@ def resume(app: OfApp, name: Name, config: ConfigOption = None) -> None:
     """
     found, timer = _found(app, name, config)
 
-    connected(found.config, lambda server: timer_control.resume(server.admin, found.name, timer.name))
-    echo(f"{name} is resumed")
+    async def work(server: OpenedServer) -> None:
+        async with recorded(server, "resume-timer", f"{found.name}/{name}") as result:
+            await timer_control.resume(server.admin, found.name, timer.name)
+            result.text = f"{name} is resumed"
+
+    connected(found.config, work)
 
 
 @timers.command("catch-up")
@@ -180,7 +200,8 @@ def catch_up(
 
     Example: aviso-workers timers catch-up fields:app report --from 2026-11-20T06:00:00Z --to 2026-11-20T18:00:00Z
     """
-    first, last = parse_date(from_, name="--from"), parse_date(to, name="--to")
+    now = datetime.now(UTC)
+    first, last = parse_moment(from_, name="--from", now=now), parse_moment(to, name="--to", now=now)
     found, timer = _found(app, name, config)
 
     async def work(app: App) -> tuple[int, Sequence[Ticked]]:

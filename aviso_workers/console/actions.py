@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -189,7 +189,7 @@ class Actions:
                         await plan.job(job)
                         job.finished = True
                     finally:
-                        result.text = job.came_to
+                        result.text, result.affected = job.came_to, job.affected.records(job.does)
                         result.state = "failed" if job.failures else "done"
             except Exception as error:  # of any kind: the console goes on
                 job.failures.append(describe(error))
@@ -213,16 +213,18 @@ def _action(name: str, title: str, right: Right, **settings: Any) -> Callable[[P
 
 
 @_action("pause-agent", "Pause an agent", "pause")
-async def _pause_agent(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
-    target = await _agent(actions, form)
+async def _pause_agent(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
+    target, fields = await _agent(actions, form), _given(form, "app", "agent", "for", "why")
     seconds, how_long = _pause(form)
 
     async def run(result: ActionResult) -> None:
-        until = await agent_control.pause(actions.admin, target, seconds=seconds)
+        until = await agent_control.pause(
+            actions.admin, target, seconds=seconds, by=f"{visitor.name}, console", note=fields.get("why", "")
+        )
         result.text = f"paused until {end_text(until)}"
 
     says = f"All workers of {_name(target)} get no notifications {how_long}. What they have begun is finished."
-    return _on_agent(target, _given(form, "app", "agent", "for"), run, says)
+    return _on_agent(target, fields, run, says)
 
 
 @_action("resume-agent", "Resume an agent", "pause")
@@ -242,11 +244,11 @@ async def _reset_agent(actions: Actions, form: Form, _visitor: Visitor) -> Plann
     to = form.get("to", "").strip()
     if not to:
         raise DeclarationError("say where the agent is to go on: a sequence, a date, all or new")
-    plan = await agent_control.plan_reset(actions.admin, target, parse_position(to, name="to"))
+    plan = await agent_control.plan_reset(actions.admin, target, parse_position(to, name="to", now=datetime.now(UTC)))
 
     async def run(result: ActionResult) -> None:
         left = await agent_control.reset(actions.admin, plan)
-        result.text = f"it goes on at {plan.sequence}, with {left} to settle"
+        result.text, result.affected = f"it goes on at {plan.sequence}, with {left} to settle", plan.affected
 
     return _on_agent(
         target,
@@ -361,7 +363,7 @@ async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> Planne
 
     async def run(result: ActionResult) -> None:
         made = await timer_control.pause(
-            actions.admin, app, timer, seconds=seconds, note=f"{note} ({visitor.name}, console)".strip()
+            actions.admin, app, timer, seconds=seconds, by=f"{visitor.name}, console", note=note
         )
         result.text = f"paused until {end_text(made.until)}"
 

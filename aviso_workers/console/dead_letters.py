@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -12,7 +12,7 @@ from operator import attrgetter
 import anyio
 from msgspec import Struct
 
-from aviso_workers.aviso.positions import parse_date
+from aviso_workers.aviso.positions import parse_moment
 from aviso_workers.backends import Admin
 from aviso_workers.console.jobs import Job, ReadAgain
 from aviso_workers.errors import (
@@ -243,6 +243,10 @@ async def _selected(stored: StoredDeadLetters, wanted: Selection) -> AsyncGenera
 
 def _selection(fields: Mapping[str, str]) -> Selection:
     given = {name: fields[name].strip() for name in FILTERS if fields.get(name, "").strip()}
+    since, until = (
+        parse_moment(given[name], name=name, now=datetime.now(UTC)) if name in given else None
+        for name in ("since", "until")
+    )
     return Selection(
         sequences=frozenset({_sequence(given["sequence"])}) if "sequence" in given else frozenset(),
         app=given.get("app"),
@@ -251,8 +255,8 @@ def _selection(fields: Mapping[str, str]) -> Selection:
         stream=given.get("stream"),
         error=given.get("error"),
         line=given.get("line"),
-        since=parse_date(given["since"], name="since") if "since" in given else None,
-        until=parse_date(given["until"], name="until") if "until" in given else None,
+        since=since,
+        until=until,
     )
 
 

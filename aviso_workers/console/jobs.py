@@ -11,6 +11,7 @@ import anyio
 from msgspec import Struct, field
 
 from aviso_workers.config.settings import Right
+from aviso_workers.ops.audit import AffectedLetters
 from aviso_workers.ops.dead_letters import is_window
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 
@@ -58,6 +59,7 @@ class Job(Struct, kw_only=True):
     """The apps and agents to which some were handed back."""
     windows: int = 0
     """As many of those that are done were windows, whose next dead letter does not name the one before."""
+    affected: AffectedLetters = field(default_factory=AffectedLetters)
     read: dict[str, ReadAgain] = field(default_factory=dict)
     """By app, what has become a dead letter again."""
     looking: anyio.Lock = field(default_factory=anyio.Lock)
@@ -67,6 +69,7 @@ class Job(Struct, kw_only=True):
     def note(self, dead_letter: DeadLetter) -> None:
         """Note one that is done."""
         self.left.discard(dead_letter.id)
+        self.affected.note(dead_letter)
         self.agents.add((dead_letter.app, dead_letter.agent))
         self.windows += is_window(dead_letter)
 
@@ -74,6 +77,10 @@ class Job(Struct, kw_only=True):
     def hands_back(self) -> bool:
         """Whether the dead letters are retried, and not erased."""
         return self.right == "retry"
+
+    @property
+    def does(self) -> str:
+        return "handed back" if self.hands_back else "erased"
 
     @property
     def failed_again(self) -> int:
@@ -103,5 +110,4 @@ class Job(Struct, kw_only=True):
         else:
             why = "were not there any more, because somebody else has retried or erased them"
         others = f"; {len(self.left)} {why}" if self.left else ""
-        does = "handed back" if self.hands_back else "erased"
-        return f"{self.done} of {self.total} {does}{others}" + (f"; {self.failures[0]}" if self.failures else "")
+        return f"{self.done} of {self.total} {self.does}{others}" + (f"; {self.failures[0]}" if self.failures else "")

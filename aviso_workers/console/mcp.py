@@ -51,7 +51,7 @@ TOOLS: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
     "dead_letter": (pages.dead_letter, ("app", "sequence"), ()),
     "notification": (pages.notification, ("name",), ()),
     "streams": (pages.streams, (), ("all",)),
-    "audit": (pages.audit, (), ("who", "of")),
+    "audit": (pages.audit, (), ("since", "until", "who", "action", "of")),
 }
 """The page of each tool, the fields that it needs, and those that it takes besides."""
 

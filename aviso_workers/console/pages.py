@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from msgspec import Struct
 
+from aviso_workers.aviso.literals import time_text
+from aviso_workers.aviso.positions import day_of, parse_moment
 from aviso_workers.aviso.schema import topic_of
 from aviso_workers.config import display
 from aviso_workers.console import dead_letters, spark_applications
@@ -15,19 +17,23 @@ from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.console.shown import part_of
-from aviso_workers.errors import BackendError, NotFoundError
+from aviso_workers.errors import BackendError, InvalidPositionError, NotFoundError
 from aviso_workers.ops import aviso_admin, story, stream_policy, timer_report, worker_health
 from aviso_workers.ops import doctor as doctor_
+from aviso_workers.ops.audit import MOST_READ, Period
 from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.doctor import output
 from aviso_workers.ops.health import STATES, Judgement
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.timer_report import paused_text, run_text
 from aviso_workers.state import asyncapi, lease_records, timer_records
+from aviso_workers.state.audit_records import RecordedAction
 from aviso_workers.state.lease_records import Leader
 from aviso_workers.state.timer_requests import Run
 
 SHOWN_ACTIONS = 200
+A_MINUTE, A_DAY = timedelta(minutes=1), timedelta(days=1)
+"""A minute is more than clocks differ by."""
 MOST_CAUSES = 5
 """Of how many agents the page Now names the dead letters of the last day."""
 NEARLY_FULL = 0.9
@@ -273,7 +279,7 @@ async def job(question: Question) -> Page:
 
 async def notification(question: Question) -> Page:
     """One notification and what has become of it at each agent, or the newest ones with values of an identifier."""
-    name, told, found = question.asked("name"), None, None
+    name, told, found, overview = question.asked("name"), None, None, None
     if name:
         admin, overview = question.actions.admin, await question.overview()
         if "@" in name.split()[0]:
@@ -281,7 +287,8 @@ async def notification(question: Question) -> Page:
             told = await story.of(admin, overview.config, name, agents, overview.snapshot)
         else:
             found = await aviso_admin.search(admin, overview.config, name)
-    return Page("notification.html", name or "One notification", {"story": told, "found": found})
+    values = {"story": told, "found": found, "now": overview.time if overview else None}
+    return Page("notification.html", name or "Find a notification", values)
 
 
 class _TimerRow(Struct, frozen=True, kw_only=True):
@@ -423,12 +430,52 @@ async def doctor(question: Question) -> Page:
 
 
 async def audit(question: Question) -> Page:
-    """What users have done."""
-    found = await asked(denied := Denials(), "actions", question.actions.audit.newest(SHOWN_ACTIONS), [])
-    who, of = question.asked("who"), question.asked("of")
-    shown = [each for each in found if who in ("", each.record.who) and of in each.record.of]
-    values = {"actions": shown, "newest": len(found), "most": SHOWN_ACTIONS, "denied": denied.text()}
+    """What users have done in a time, from consoles and by command."""
+    now = datetime.now(UTC)
+    since = parse_moment(question.asked("since") or "yesterday", name="from", now=now)
+    until = parse_moment(question.asked("until"), name="to", now=now) if question.asked("until") else None
+    if until is not None and until <= since:
+        raise InvalidPositionError("the end must be later than the begin; a day is its beginning, 00:00 in UTC")
+    records = question.actions.audit
+    period = await asked(denied := Denials(), "actions", records.period(since, until or now + A_MINUTE), Period())
+    actions, last = [each for each in period.actions if _is_asked(question, each)], None
+    if period.first and not actions:
+        newest = await asked(denied, "actions", records.newest(MOST_READ), [])
+        last = next((each for each in newest if _is_asked(question, each)), None)
+    values = {
+        "actions": actions,
+        "last": last,
+        "said": _time_said(since, until),
+        "today": now.date(),
+        "of_time": len(period.actions),
+        "users": sorted({each.record.who for each in period.actions} | {question.asked("who")} - {""}),
+        "kinds": sorted({each.record.action for each in period.actions} | {question.asked("action")} - {""}),
+        "is_cut": period.is_cut,
+        "before": period.before,
+        "first": period.first,
+        "denied": denied.text(),
+    }
     return Page("audit.html", "Audit", values)
+
+
+def _is_asked(question: Question, action: RecordedAction) -> bool:
+    record, of = action.record, question.asked("of").lower()
+    who, did = question.asked("who"), question.asked("action")
+    return (
+        who in ("", record.who)
+        and did in ("", record.action)
+        and (of in record.of.lower() or of in record.target.lower())
+    )
+
+
+def _time_said(since: datetime, until: datetime | None) -> str:
+    """Return a time in words: days where it has whole ones."""
+    first, last = (
+        f"{each:%A %-d %B %Y}" if each == day_of(each) else time_text(each) for each in (since, until or since)
+    )
+    if until is None:
+        return f"since {first}"
+    return f"on {first}" if (since, until) == (day_of(since), day_of(since) + A_DAY) else f"from {first} to {last}"
 
 
 async def settings(question: Question) -> Page:

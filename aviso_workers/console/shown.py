@@ -23,6 +23,8 @@ from aviso_workers.ops.health import Judgement
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 BACKTICKS = re.compile(r"`([^`\n]+)`")
+NOTIFICATION = re.compile(r"\b([A-Z][A-Z0-9_]*)@([1-9][0-9]*)\b")
+TIME = re.compile(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 COMMAND = re.compile(r"aviso-workers (\S+ \S+)(?: ([-\w]+/[-\w]+)\b)?")
 DONE_ON = {
     **dict.fromkeys(("streams apply", "streams plan"), "/streams"),
@@ -65,6 +67,18 @@ def when(context: Context, value: datetime | None, now: datetime | None = None) 
 def lasting(context: Context, since: datetime | None, now: datetime) -> Markup:
     """Return since when something is so, as `for 3 min`, or with the time itself where the reader wants exact times."""
     return _moment(since, f"since {time(since)}" if context.get("exact") else f"for {ago(since, now)}")
+
+
+@pass_context
+def clock(context: Context, value: datetime, now: datetime) -> Markup:
+    """Return a moment in UTC as a clock shows it, `22:56:58`, with the day where that is another one, or where the
+    reader wants exact times.
+    """
+    value, today = value.astimezone(UTC), now.astimezone(UTC).date()
+    if context.get("exact") or value.year != today.year:
+        return _moment(value, f"{value:%Y-%m-%d %H:%M:%S}")
+    day = f"{value:%d %b}, " if value.date() != today else ""
+    return _moment(value, f"{day}{value:%H:%M:%S}")
 
 
 def _moment(value: datetime | None, text: str) -> Markup:
@@ -136,6 +150,26 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+@pass_context
+def told(context: Context, text: str, now: datetime) -> Markup:
+    """Return a sentence as HTML in which the names of notifications, such as `MARS@4711`, lead to these, and times are
+    as `clock` shows them.
+    """
+
+    def moment(found: re.Match[str]) -> str:
+        with suppress(ValueError):  # an error may have what only looks like a time
+            return clock(context, datetime.fromisoformat(found[0]), now)
+        return found[0]
+
+    linked = NOTIFICATION.sub(r'<a href="/notification?name=\1%40\2">\g<0></a>', str(escape(text)))
+    return Markup(TIME.sub(moment, linked))
+
+
+def did(action: str) -> str:
+    """Return the name of an action, such as `pause-agent`, in words. To drop dead letters is said to erase them."""
+    return action.replace("drop-", "erase-").replace("-", " ").capitalize()
+
+
 def pairs(value: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {each}" for name, each in value.items())
 
@@ -182,15 +216,19 @@ FILTERS = {
     "ago": ago,
     "when": when,
     "lasting": lasting,
+    "clock": clock,
     "tone": tone,
     "duration": duration,
     "number": number,
     "rate": rate,
     "size": size,
     "part": part,
+    "part_of": part_of,
     "body": body,
     "commands": commands,
     "capital": capital,
+    "told": told,
+    "did": did,
     "pairs": pairs,
     "first_of_each": first_of_each,
     "sparkline": sparkline,

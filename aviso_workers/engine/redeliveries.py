@@ -110,7 +110,7 @@ class Redeliveries(Struct, eq=False, kw_only=True):
             return
         decision = self.decisions.pending(delivery)
         if decision is not None and decision.decides == "skip":
-            skipped = SkippedError(record.failures, decision.last_error)
+            skipped = SkippedError(record.failures, decision.last_error, by=decision.by)
             await self._fail(delivery, Failure(skipped, final="skipped"))
             return
         known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self.retry)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 
+import msgspec
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.literals import quoted, time_text
@@ -18,12 +19,14 @@ from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Router
-from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
+from aviso_workers.errors import DeclarationError, DeniedError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.ops import agent_inventory, aviso_admin, inventory, retirement
-from aviso_workers.state import consumer_records, window_records
+from aviso_workers.state import consumer_records, orders, timer_requests, window_records
+from aviso_workers.state.audit_records import GIVEN_AGAIN, PASSED_OVER, Affected
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.state.own_streams import RETRIES, of_app
+from aviso_workers.state.timer_requests import Pause
 
 SKEW_SECONDS = 10.0
 """By how much the clocks of a cluster's servers may differ, the time of a request included, before a pause of some
@@ -43,6 +46,10 @@ class AgentConsumer(Struct, frozen=True, kw_only=True):
     """Other streams on which the agent has a consumer too, as while two versions of it read different event types."""
 
     @property
+    def name(self) -> str:
+        return f"{self.app}/{self.agent}"
+
+    @property
     def consumer(self) -> str:
         return agents.durable_name(self.app, self.agent)
 
@@ -56,6 +63,10 @@ class Reset(Struct, frozen=True, kw_only=True):
     """Where it has none, the position is recorded, and the worker that creates its consumer begins there."""
     sequence: int
     """Where the agent would go on."""
+    settled: int
+    """Up to where it has settled everything."""
+    last: int
+    """The last sequence of the stream."""
     again: int
     """Notifications that it has been given before and would be given again."""
     passed_over: int
@@ -63,6 +74,16 @@ class Reset(Struct, frozen=True, kw_only=True):
     unsettled: int
     """Notifications before `sequence` that may be in its hands now, or wait for their next attempt: at most so many,
     which would not be tried again."""
+
+    @property
+    def affected(self) -> tuple[Affected, ...]:
+        """The notifications that are passed over, or given again, as a record has them."""
+        is_back = self.sequence <= self.settled
+        how, first, last = (
+            (GIVEN_AGAIN, self.sequence, self.last) if is_back else (PASSED_OVER, self.settled + 1, self.sequence - 1)
+        )
+        ranges = ((first, last),) if first <= last else ()
+        return (Affected(how=how, of=self.agent.name, stream=self.agent.stream, ranges=ranges),)
 
 
 class Rename(Struct, frozen=True, kw_only=True):
@@ -122,9 +143,11 @@ def end_text(until: datetime) -> str:
     return "it is resumed" if until == UNTIL_RESUMED else time_text(until)
 
 
-async def pause(admin: Admin, agent: AgentConsumer, *, seconds: float | None = None) -> datetime:
+async def pause(
+    admin: Admin, agent: AgentConsumer, *, seconds: float | None = None, by: str = "", note: str = ""
+) -> datetime:
     """Pause the agent for so long, by the server's clock, or until it is resumed: it is delivered nothing, neither
-    events nor retries. Return until when.
+    events nor retries. Who does it is recorded with the `note` where it is said. Return until when.
 
     Raises `RefusedError` where the server says that it is paused for another time, `BackendError`.
     """
@@ -133,7 +156,19 @@ async def pause(admin: Admin, agent: AgentConsumer, *, seconds: float | None = N
         await _pause(admin, stream, agent.consumer, seconds)
     with suppress(NotFoundError):  # made when its first worker starts
         await _pause(admin, of_app(RETRIES, agent.app), agent.consumer, seconds)
+    try:
+        await _note_pause(admin, agent, until, by, note)
+    except DeniedError:  # it is paused, and only nobody is told by whom
+        if note:
+            raise
     return until
+
+
+async def _note_pause(admin: Admin, agent: AgentConsumer, until: datetime, by: str, note: str) -> None:
+    if by:
+        bucket = await orders.bucket(admin, agent.app)
+        made = Pause(since=await bucket.time(), until=until, by=by, note=note)
+        await bucket.put(timer_requests.pause_key(agent.app, agent.agent, of="agents"), msgspec.json.encode(made))
 
 
 async def resume(admin: Admin, agent: AgentConsumer) -> None:
@@ -142,6 +177,8 @@ async def resume(admin: Admin, agent: AgentConsumer) -> None:
         await admin.pause_consumer(stream, agent.consumer, until=None)
     with suppress(NotFoundError):
         await admin.pause_consumer(of_app(RETRIES, agent.app), agent.consumer, until=None)
+    with suppress(DeniedError):  # of another pause, it is not told
+        await orders.withdraw(admin, agent.app, timer_requests.pause_key(agent.app, agent.agent, of="agents"))
 
 
 async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
@@ -153,17 +190,17 @@ async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
     """
     stream = agent.stream
     last = (await admin.stream_info(stream)).last_sequence
-    info = None
+    info, settled = None, 0
     try:
         info = await admin.consumer_info(stream, agent.consumer)
     except NotFoundError:
         record = (await consumer_records.stored(admin)).get((agent.app, agent.agent, stream))
         if record is None:
             raise
-        filters = record.filter_subjects
+        filters, settled = record.filter_subjects, record.ack_floor
         pending = await admin.count(stream, filter_subjects=filters, start_sequence=record.ack_floor + 1)
     else:
-        filters, pending = tuple(info.config.filters), info.num_pending
+        filters, pending, settled = tuple(info.config.filters), info.num_pending, info.settled
     sequence = last + 1 if to == Position() else max(1, to.sequence or 0)
     if to.time is not None:
         reading = admin.read(stream, filter_subjects=filters, start_time=to.time, last_sequence=last)
@@ -178,6 +215,8 @@ async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:
         filter_subjects=filters,
         has_consumer=info is not None,
         sequence=sequence,
+        settled=settled,
+        last=last,
         again=max(0, ahead - pending),
         passed_over=max(0, pending - ahead),
         unsettled=info.num_ack_pending if info and sequence > info.ack_floor + 1 else 0,

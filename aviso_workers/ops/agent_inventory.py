@@ -62,6 +62,8 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The last failures of agents, timers and tasks, by app, kind and name."""
     pauses: dict[tuple[str, str], Pause]
     """The pauses of timers that last, by app and timer."""
+    agent_pauses: dict[tuple[str, str], Pause] = {}
+    """Who has paused agents and why, by app and agent, as far as that is recorded."""
     runs: dict[tuple[str, str], Run]
     """The last runs of timers that somebody has asked for, by app and timer."""
     deploys: dict[str, tuple[Deploy, ...]] = {}
@@ -113,6 +115,7 @@ async def recorded(admin: Admin, *, denied: Denials | None = None) -> Recorded:
         functions={key: names for key, names in functions.items() if len(names) > 1},
         failures=failure_records.parsed(entries),
         pauses=timer_requests.pauses(ordered, now=time),
+        agent_pauses=timer_requests.pauses(ordered, now=time, of="agents"),
         runs=timer_requests.runs(ordered, entries),
         deploys=declarations.deploys(entries),
         apps=apps,

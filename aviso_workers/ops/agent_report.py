@@ -170,6 +170,7 @@ def _facts_of(
         failure=failure,
         workers=_known_workers(now, app, workers, events),
         functions=recorded.functions.get((stream, name), ()),
+        pause=recorded.agent_pauses.get((app, agent)),
         oldest_pending=now.oldest_pending.get((stream, name)),
         deployed=(deploys[-1].again or deploys[-1].time) if deploys else None,
     )

@@ -8,29 +8,46 @@ from __future__ import annotations
 import getpass
 import socket
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from datetime import datetime
+from functools import partial
 
 import anyio
 import structlog
 from msgspec import Struct, structs
 
-from aviso_workers.aviso.codec import Message
+from aviso_workers.aviso.codec import Message, store_time
 from aviso_workers.backends import Admin
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, describe
 from aviso_workers.events import Events
-from aviso_workers.ops import inventory
+from aviso_workers.jetstream.info import StreamInfo
+from aviso_workers.ops import denials, inventory
 from aviso_workers.state import audit_records
-from aviso_workers.state.audit_records import AuditRecord, Erased, RecordedAction
+from aviso_workers.state.audit_records import (
+    ACTIONS,
+    GIVEN_AGAIN,
+    MAX_RANGES,
+    PASSED_OVER,
+    Affected,
+    AuditRecord,
+    Deed,
+    Erased,
+    RecordedAction,
+)
 from aviso_workers.state.dead_letter_records import DeadLetter
 from aviso_workers.state.own_streams import AUDIT
 
 TIMEOUT_SECONDS = 10.0
 END_SECONDS, AGAIN_SECONDS = 30.0, 1.0
 """For how long, and how often, it is tried to store the end of an action: a server has a successor by then."""
+Agent = tuple[str, str]
+"""Its app and its name."""
+MOST_READ = 10_000
+"""Records that are read for one look; each action has two."""
 log = structlog.get_logger("aviso_workers.console")
 
 
@@ -39,8 +56,45 @@ class ActionResult(Struct, kw_only=True):
 
     text: str = ""
     state: audit_records.State = "done"
+    affected: tuple[Affected, ...] = ()
     sequence: int = 0
     """Of the record of its begin."""
+
+
+class Period(Struct, frozen=True, kw_only=True):
+    """The actions that began in a time, as far as they are recorded."""
+
+    actions: list[RecordedAction] = []
+    """The newest first."""
+    is_cut: bool = False
+    """Whether there are older ones of this time, which were not read."""
+    before: datetime | None = None
+    """When the last one before this time began or ended; None where there is none."""
+    first: datetime | None = None
+    """When the first record was stored that is kept; None where there is none."""
+
+
+class AffectedLetters:
+    """The dead letters that an action has handed back or erased so far."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        """By agent and stream, the sequences of a notification and of its dead letter."""
+
+    def note(self, dead_letter: DeadLetter) -> None:
+        of = f"{dead_letter.app}/{dead_letter.agent}"
+        self._found[of, dead_letter.stream].append((dead_letter.original.sequence, dead_letter.sequence))
+
+    def records(self, how: str) -> tuple[Affected, ...]:
+        """Return them as a record has them; `how` says what was done to them."""
+        found, left = list[Affected](), MAX_RANGES
+        for (of, stream), pairs in sorted(self._found.items()):
+            ranges, letters = ([*inventory.ranges(sorted(set(each)))] for each in zip(*pairs, strict=True))
+            more = sum(last - first + 1 for first, last in ranges[left:])
+            kept, of_them = tuple(ranges[:left]), tuple(letters[:left])
+            found.append(Affected(how=how, of=of, stream=stream, ranges=kept, letters=of_them, more=more))
+            left -= max(len(kept), len(of_them))
+        return tuple(found)
 
 
 def this_user() -> str:
@@ -52,27 +106,62 @@ def this_user() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-async def erased(admin: Admin, stream: str, sequence: int, *, since: datetime) -> dict[tuple[str, str], Erased]:
-    """Return how the last dead letters of a notification, which was stored at `since` or later, were erased, by app and
-    agent. Raises `BackendError`.
+def _why_not_recorded(error: BackendError) -> str:
+    why = denials.text_of(error) if isinstance(error, DeniedError) else str(error)
+    return f"not recorded in the audit: {why}"
+
+
+async def of_notification(
+    admin: Admin, stream: str, sequence: int, *, since: datetime
+) -> tuple[dict[Agent, Erased], dict[Agent, Deed]]:
+    """Return how the last dead letters of a notification, which was stored at `since` or later, were erased, and which
+    reset was the last that passed it over or gave it again, both by app and agent. Raises `BackendError`.
     """
-    found: dict[tuple[str, str], Erased] = {}
+    found, resets = dict[Agent, Erased](), dict[Agent, Deed]()
     if (info := await inventory.existing(admin.stream_info(AUDIT))) is None:
-        return found
-    subjects = (audit_records.erasures_of("*", "*"),)
+        return found, resets
+    subjects = (audit_records.erasures_of("*", "*"), ACTIONS)
     reading = admin.read(AUDIT, filter_subjects=subjects, start_time=since, last_sequence=info.last_sequence)
     async with aclosing(reading):
         async for message in reading:
-            if (one := audit_records.erased(message, stream, sequence)) is not None:
-                found[audit_records.agent_of(message.subject)] = one
+            if message.subject != ACTIONS:
+                if (one := audit_records.erased(message, stream, sequence)) is not None:
+                    found[audit_records.agent_of(message.subject)] = one
+                continue
+            for of, deed in audit_records.deeds(message, stream, sequence).items():
+                if deed.how in (PASSED_OVER, GIVEN_AGAIN):
+                    app, _, agent = of.partition("/")
+                    resets[app, agent] = deed
+    return found, resets
+
+
+async def removal(admin: Admin, stream: str, sequence: int, *, since: datetime) -> Deed | None:
+    """Return which action, at `since` or later, was the last that removed a message from its stream. Raises
+    `BackendError`.
+    """
+    if (info := await inventory.existing(admin.stream_info(AUDIT))) is None:
+        return None
+    found: Deed | None = None
+    async with aclosing(await _newest(admin, info, MOST_READ)) as reading:
+        async for message in reading:
+            if store_time(message) >= since:
+                found = audit_records.deeds(message, stream, sequence).get("", found)
     return found
+
+
+async def _newest(admin: Admin, info: StreamInfo, count: int) -> AsyncGenerator[Message, None]:
+    """Return the reading of so many of the newest records, and of some before them."""
+    first = await inventory.start_of_newest(admin, AUDIT, info, (ACTIONS,), count)
+    return admin.read(AUDIT, filter_subjects=(ACTIONS,), start_sequence=first, last_sequence=info.last_sequence)
 
 
 class Audit:
     """The records of actions on a server."""
 
-    def __init__(self, admin: Admin, config: Config) -> None:
+    def __init__(self, admin: Admin, config: Config, *, warn: Callable[[str], None] | None = None) -> None:
+        """`warn` is for commands: it is told what cannot be recorded, and the action goes on."""
         self._admin = admin
+        self._warn = warn
         self._spec = audit_records.stream_spec(config)
         self._streams = Provisioner(admin, management="reconcile", events=Events(), removes_replicas=False)
 
@@ -82,11 +171,21 @@ class Audit:
     ) -> AsyncIterator[ActionResult]:
         """Record that an action begins, and, behind the block, what came of it.
 
-        Raises `BackendError` where the begin cannot be stored: then the block is not entered, and nothing was done. An
-        end that cannot be stored is logged only.
+        Raises `BackendError` where the begin cannot be stored, and nobody is warned: then the block is not entered, and
+        nothing was done. An end that cannot be stored is logged only.
         """
-        begun = AuditRecord(who=who, action=action, of=of, selection=dict(selection or {}), state="begun")
-        result, patience = ActionResult(sequence=await self._store(audit_records.message_of(begun))), END_SECONDS
+        by_command, chosen = self._warn is not None, dict(selection or {})
+        begun = AuditRecord(who=who, by_command=by_command, action=action, of=of, selection=chosen, state="begun")
+        result, patience = ActionResult(), END_SECONDS
+        try:
+            result.sequence = await self._store(audit_records.message_of(begun))
+        except BackendError as error:
+            if self._warn is None:
+                raise
+            self._warn(f"{_why_not_recorded(error)}; it is done all the same")
+        if not result.sequence:
+            yield result
+            return
         try:
             yield result
         except anyio.get_cancelled_exc_class():
@@ -96,15 +195,18 @@ class Audit:
             result.state, result.text = "failed", "; ".join(filter(None, (result.text, describe(error))))
             raise
         finally:
-            log.info(
-                "console.acted", who=who, action=action, of=of, selection=dict(begun.selection), state=result.state
-            )
-            end = structs.replace(begun, state=result.state, result=result.text, begun=result.sequence)
+            if self._warn is None:
+                log.info("console.acted", who=who, action=action, of=of, selection=chosen, state=result.state)
+            ended = {"state": result.state, "result": result.text, "affected": result.affected}
+            end = structs.replace(begun, begun=result.sequence, **ended)
             with anyio.CancelScope(shield=True):  # also where the console ends meanwhile
                 try:
                     await self._store(audit_records.message_of(end), until=anyio.current_time() + patience)
                 except BackendError as error:
-                    log.warning("console.end_not_recorded", action=action, error=describe(error))
+                    if self._warn is not None:
+                        self._warn(f"what came of it: {_why_not_recorded(error)}")
+                    else:
+                        log.warning("console.end_not_recorded", action=action, error=describe(error))
 
     async def erases(self, by: str, dead_letters: Sequence[DeadLetter]) -> None:
         """Record that dead letters are about to be erased. Raises `BackendError`: then they are not to be."""
@@ -116,12 +218,38 @@ class Audit:
         info = await inventory.existing(self._admin.stream_info(AUDIT))
         if info is None:
             return []  # it is made with the first action
-        first = await inventory.start_of_newest(self._admin, AUDIT, info, (audit_records.ACTIONS,), 2 * count)
-        reading = self._admin.read(
-            AUDIT, filter_subjects=(audit_records.ACTIONS,), start_sequence=first, last_sequence=info.last_sequence
-        )
+        async with aclosing(await _newest(self._admin, info, 2 * count)) as reading:
+            return audit_records.joined([message async for message in reading], since=info.first_sequence)[:count]
+
+    async def period(self, since: datetime, until: datetime) -> Period:
+        """Return the actions that began at `since` or later, and before `until`: of many, the newest. Raises
+        `BackendError`.
+        """
+        info = await inventory.existing(self._admin.stream_info(AUDIT))
+        if info is None:
+            return Period()
+        count = partial(self._admin.count, AUDIT, filter_subjects=(ACTIONS,))
+        newer, later = await count(start_time=since), await count(start_time=until)
+        reading = await _newest(self._admin, info, min(newer, later + MOST_READ) + 1)  # and the one before
+        found, running, before, last = list[Message](), set[int](), None, 0
         async with aclosing(reading):
-            return audit_records.joined([message async for message in reading])[:count]
+            async for message in reading:
+                time, record = store_time(message), audit_records.read(message)
+                if time < since:
+                    before = time
+                elif time < until:
+                    last = message.sequence
+                elif not running or message.sequence > last + MOST_READ:
+                    break
+                if record is not None and (since <= time < until or record.begun in running):
+                    found.append(message)
+                    running.add(message.sequence) if record.begun is None else running.discard(record.begun)
+        return Period(
+            actions=audit_records.joined(found, since=info.first_sequence),
+            is_cut=newer - later > MOST_READ,
+            before=before,
+            first=info.first_time,
+        )
 
     async def _store(self, message: Message, *, until: float = 0.0) -> int:
         """Store a record, and try again where no server answers, until this time. Raises `BackendError`."""

@@ -14,18 +14,31 @@ from datetime import datetime
 from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, topics
-from aviso_workers.aviso.codec import store_time
+from aviso_workers.aviso.codec import Message, store_time
 from aviso_workers.aviso.notifications import parse_pairs
 from aviso_workers.aviso.positions import parse_id
 from aviso_workers.aviso.schema import parse_where
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config, completed
-from aviso_workers.errors import ConfigError, InvalidNotificationError, InvalidPositionError, UnknownEventTypeError
+from aviso_workers.errors import (
+    ConfigError,
+    InvalidNotificationError,
+    InvalidPositionError,
+    NotFoundError,
+    UndecodableError,
+    UnknownEventTypeError,
+)
+from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import inventory, maintenance
+from aviso_workers.ops.denials import Denials, noted
 from aviso_workers.ops.inventory import StoredMessage
-from aviso_workers.state import declarations
+from aviso_workers.state import declarations, delayed_messages
 from aviso_workers.state.declarations import AppDeclarations
 
+DELAYED = "delayed:"
+"""What the name of a notification that waits to be stored later has instead of a sequence, before its message id."""
+MAX_DELAYED = 3000
+"""Notifications that wait to be stored later among which a search looks."""
 SHOWN = 20
 """Notifications that a search returns, at most."""
 MAX_TOLD = 5
@@ -115,6 +128,16 @@ class FoundNotification(Struct, frozen=True, kw_only=True):
     subject: str
 
 
+class DelayedNotification(Struct, frozen=True, kw_only=True):
+    """A notification that waits to be stored later."""
+
+    name: str
+    """Such as `MARS@delayed:forecast-12`, with its message id."""
+    due: datetime
+    message: StoredMessage
+    """What is to be stored, without a sequence, and when it was published."""
+
+
 class Search(Struct, frozen=True, kw_only=True):
     """What has the values."""
 
@@ -122,6 +145,10 @@ class Search(Struct, frozen=True, kw_only=True):
     """How many are stored."""
     newest: list[FoundNotification]
     """Some of them, the newest first."""
+    delayed: list[DelayedNotification]
+    """Of those that wait to be stored later, some, first those that are due first."""
+    unsure: str
+    """Why more may wait, in a sentence without its full stop; empty where all were looked at."""
 
 
 async def search(admin: Admin, config: Config, asked: str) -> Search:
@@ -146,7 +173,58 @@ async def search(admin: Admin, config: Config, asked: str) -> Search:
             name = f"{stream}@{each.sequence}"
             newest.append(FoundNotification(name=name, time=store_time(each), subject=each.subject))
     count = await admin.count(stream, filter_subjects=filters)
-    return Search(count=count, newest=[*reversed(newest)])
+    delayed, unsure = await _delayed(admin, stream, filters)
+    return Search(count=count, newest=[*reversed(newest)], delayed=delayed, unsure=unsure)
+
+
+async def _delayed(admin: Admin, stream: str, filters: Sequence[str]) -> tuple[list[DelayedNotification], str]:
+    """Return `delayed` and `unsure` of a search. Raises `BackendError`."""
+    schedules, denied, read = delayed_messages.stream_of(stream), Denials(), 0
+    found, matches = list[DelayedNotification](), matcher(filters)
+    with noted(denied, DELAYED):
+        if (info := await inventory.existing(admin.stream_info(schedules))) and info.messages:
+            subjects = (delayed_messages.all_waiting(stream),)
+            async with aclosing(
+                admin.read(schedules, filter_subjects=subjects, last_sequence=info.last_sequence)
+            ) as reading:
+                async for each in reading:
+                    read += 1
+                    if (one := _waiting(each)) is not None and matches(one.message.subject):
+                        found.append(one)
+                    if read == MAX_DELAYED:
+                        break
+    unsure = f"of those that wait to be stored later, {read:,} were looked at" if read == MAX_DELAYED else ""
+    if said := denied.text():
+        unsure = f"what waits to be stored later is {said}"
+    return sorted(found, key=lambda each: each.due)[:SHOWN], unsure
+
+
+async def find_delayed(admin: Admin, config: Config, notification: str) -> DelayedNotification | None:
+    """Return the notification of a name such as `mars@delayed:forecast-12`; None where the name is another one.
+
+    Raises `UnknownEventTypeError`, and `NotFoundError` where it does not wait.
+    """
+    event_type, _, named = notification.strip().partition("@")
+    if not named.startswith(DELAYED):
+        return None
+    stream = stream_of(config, event_type)
+    schedules = delayed_messages.stream_of(stream)
+    waiting = delayed_messages.waiting(stream, named.removeprefix(DELAYED))
+    found = await inventory.existing(admin.message(schedules, last_by_subject=waiting))
+    if found is None or (one := _waiting(found)) is None:
+        raise NotFoundError(f"{notification} does not wait: it was stored, was cancelled, or was never published")
+    return one
+
+
+def _waiting(message: Message) -> DelayedNotification | None:
+    """Return what waits; None where it is none of ours."""
+    due = delayed_messages.due_at(message)
+    try:
+        of = delayed_messages.original(message)
+    except (UndecodableError, InvalidNotificationError):
+        return None
+    stored = inventory.read(of.stream, structs.replace(of.message, timestamp_ns=message.timestamp_ns))
+    return DelayedNotification(name=f"{of.stream}@{DELAYED}{of.message_id}", due=due, message=stored) if due else None
 
 
 async def delete(admin: Admin, config: Config, notification: str) -> None:

@@ -18,13 +18,14 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from aviso_workers.aviso.literals import SECOND, quoted, time_text
+from aviso_workers.aviso.literals import SECOND, printable, quoted, time_text
 from aviso_workers.backends import ConsumerInfo
 from aviso_workers.jetstream.info import StreamInfo
-from aviso_workers.ops.agent_control import end_text
+from aviso_workers.ops.agent_control import SKEW_SECONDS, end_text
 from aviso_workers.state import consumer_records
 from aviso_workers.state.consumer_records import ConsumerRecord
 from aviso_workers.state.failure_records import MAX_RETRYING, WRITE_SECONDS, LastFailure, Retrying
+from aviso_workers.state.timer_requests import Pause
 from aviso_workers.state.worker_records import AtWork, WorkerRecord
 
 T = TypeVar("T")
@@ -72,6 +73,8 @@ class AgentFacts(Struct, frozen=True, kw_only=True):
     """The functions that its workers run, where these are several."""
     deployed: datetime | None = None
     """When a worker of its app last started with other code."""
+    pause: Pause | None = None
+    """The last pause of which it is recorded who has made it, and why."""
     oldest_pending: datetime | None = None
     """When the first notification was stored that was not delivered yet; None where that is not known."""
     dead_letters: int | None = 0
@@ -432,8 +435,13 @@ def _behind(a: AgentFacts) -> Found:
 
 
 def _paused(a: AgentFacts) -> Found:
-    events = known(a.events)
-    return None if events is None or events.paused_until is None else (None, f"until {end_text(events.paused_until)}")
+    events, pause = known(a.events), a.pause
+    if events is None or events.paused_until is None:
+        return None
+    until = f"until {end_text(events.paused_until)}"
+    if pause is None or abs((pause.until - events.paused_until).total_seconds()) > SKEW_SECONDS:
+        return None, until  # by other means, or anew
+    return pause.since, printable(f"by {pause.by} {until}" + (f": {pause.note}" if pause.note else ""))
 
 
 def _removed(a: AgentFacts) -> Found:

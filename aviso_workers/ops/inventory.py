@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from msgspec import Struct, json
 
 from aviso_workers.aviso import literals
+from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin, Management
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, error_codes, info
@@ -97,7 +98,7 @@ async def gaps(admin: Admin, stream: str) -> Gaps:
         last=found.last_sequence,
         messages=found.messages,
         deleted=found.deleted,
-        ranges=list(_ranges(found.deleted_sequences)),
+        ranges=list(ranges(found.deleted_sequences)),
         lost=len((found.lost and found.lost.msgs) or ()),
     )
 
@@ -140,13 +141,18 @@ async def message(
     found = await admin.message(stream, sequence or 0, last_by_subject=subject or "")
     if found is None:
         raise NotFoundError(f"stream {stream} has no message {subject or sequence}", code=error_codes.NO_MESSAGE)
+    return read(stream, found)
+
+
+def read(stream: str, message: Message) -> StoredMessage:
+    """Return a message of a stream as commands and pages show it."""
     return StoredMessage(
         stream=stream,
-        sequence=found.sequence,
-        time=literals.rfc3339(found.timestamp_ns),
-        subject=found.subject,
-        headers=dict(found.headers or {}),
-        data=found.data,
+        sequence=message.sequence,
+        time=literals.rfc3339(message.timestamp_ns),
+        subject=message.subject,
+        headers=dict(message.headers or {}),
+        data=message.data,
     )
 
 
@@ -242,14 +248,14 @@ def _uses(found: info.Use, *, of: str) -> Iterator[ResourceUse]:
         yield ResourceUse(what=f"{what}{of}", used=getattr(found, used), limit=getattr(found.limits, limit))
 
 
-def _ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
+def ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield the runs of ascending sequences, each as its first and its last one."""
-    first = last = 0
+    first = last = -1
     for sequence in sequences:
         if sequence != last + 1:
-            if last:
+            if last > 0:
                 yield first, last
             first = sequence
         last = sequence
-    if last:
+    if last > 0:
         yield first, last

@@ -15,6 +15,7 @@ from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import Cluster, StreamConfig
 from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.state import consumer_records
+from aviso_workers.state.audit_records import Affected
 
 ELECTION_SECONDS = 10.0
 ASK_SECONDS = 5.0
@@ -32,6 +33,9 @@ class Purge(Struct, frozen=True, kw_only=True):
     messages: int
     """How many would be removed, as of now, or a few less: with a subject and a sequence the server has no count of
     both."""
+    first: int
+    last: int
+    """The first and the last sequence of the stream."""
 
 
 async def plan_purge(admin: Admin, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> Purge:
@@ -51,7 +55,15 @@ async def plan_purge(admin: Admin, stream: str, *, subject: str = "", keep: int 
     if before:
         gaps = await inventory.gaps(admin, stream)
         messages = min(messages, inventory.messages_before(gaps, before))
-    return Purge(stream=stream, subject=subject, keep=keep, before=before, messages=max(0, messages - keep))
+    return Purge(
+        stream=stream,
+        subject=subject,
+        keep=keep,
+        before=before,
+        messages=max(0, messages - keep),
+        first=found.first_sequence,
+        last=found.last_sequence,
+    )
 
 
 def check_purge_allowed(config: StreamConfig) -> None:
@@ -64,6 +76,17 @@ def check_purge_allowed(config: StreamConfig) -> None:
 async def purge(admin: Admin, plan: Purge) -> int:
     """Purge as planned, and return how many messages were removed. Their bytes may stay on the disk for a while."""
     return await admin.purge_stream(plan.stream, subject=plan.subject, keep=plan.keep, before=plan.before)
+
+
+async def purged(admin: Admin, plan: Purge) -> tuple[Affected, ...]:
+    """Return what a purge has removed, as a record has it; with a subject, between which sequences. Raises
+    `BackendError`.
+    """
+    last = plan.last if plan.subject else (await admin.stream_info(plan.stream)).first_sequence - 1
+    how = f"purged, if its subject matches {plan.subject}," if plan.subject else "purged"
+    if last < plan.first:
+        return ()
+    return (Affected(how=how, stream=plan.stream, ranges=((plan.first, last),)),)
 
 
 async def seal(admin: Admin, stream: str) -> None:

@@ -28,6 +28,7 @@ from aviso_workers.state import (
     own_buckets,
     own_streams,
     table_records,
+    timer_requests,
 )
 from aviso_workers.state.own_streams import COUNTERS, RETRIES
 
@@ -147,7 +148,9 @@ async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str
         wanted.append((own_streams.of_app(COUNTERS, owner), f"{table_records.COUNTERS_SUBJECT}.{owner}.>"))
     if agent:
         failures = failure_counts.bucket_of(owner)
-        wanted += [(f"KV_{bucket}", f"$KV.{bucket}.{agent}.>") for bucket in (failures, orders.bucket_of(owner))]
+        ordered = orders.bucket_of(owner)
+        wanted += [(f"KV_{bucket}", f"$KV.{bucket}.{agent}.>") for bucket in (failures, ordered)]
+        wanted.append((f"KV_{ordered}", f"$KV.{ordered}.{timer_requests.pause_key(owner, agent, of='agents')}"))
     found = {}
     for stream, subject in wanted:
         with suppress(NotFoundError):

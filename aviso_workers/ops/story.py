@@ -1,4 +1,5 @@
-"""The story of one notification: what has become of it at each agent of its stream, as far as it can be proved.
+"""The story of one notification: what has become of it at each agent of its stream, as far as it can be proved, and
+what happened, in order of time.
 
 A server says up to where a consumer has settled everything, and not what became of a single message. So that position
 is held against what else is kept: the dead letters, the copies of those that were handed back, the records of those
@@ -10,12 +11,14 @@ Called by `report notification` and the console, whose MCP says the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import aclosing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from datetime import datetime, timedelta
+from functools import partial
+from typing import Literal
 
 import anyio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, NotificationReader, store_time
@@ -23,9 +26,10 @@ from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.config.streams import event_streams
-from aviso_workers.errors import AvisoWorkersError, NotFoundError
+from aviso_workers.errors import AvisoWorkersError, NotFoundError, UndecodableError
 from aviso_workers.events import Events
 from aviso_workers.jetstream import error_codes
+from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import audit, aviso_admin, inventory
 from aviso_workers.ops.agent_control import end_text
@@ -36,20 +40,45 @@ from aviso_workers.ops.health import UNKNOWN, AgentFacts
 from aviso_workers.ops.inventory import StoredMessage
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import asyncapi, dead_letter_records, own_streams
-from aviso_workers.state.audit_records import Erased
-from aviso_workers.state.dead_letter_records import DeadLetter
+from aviso_workers.state.audit_records import PASSED_OVER, Deed, Erased
+from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
+from aviso_workers.state.failure_records import Retrying
 from aviso_workers.state.own_streams import RETRIES
 
 MAX_SCANNED = 3000
 """Messages among which outputs are looked for."""
 SCAN_SECONDS = 1.0
 ERASURES = "erasures"
+HANDLED = "handled"
 Agent = tuple[str, str]
 """Its app and its name."""
 SKEW = timedelta(seconds=1)
 """The servers that store a notification and its outputs may have different clocks."""
-PROVED = ("handled", "counted", "settled")
+PROVED = (HANDLED, "counted", "settled")
 """The ends of which another one could be true where something may not be read."""
+STATES = {
+    "dead letter": ("bad", "Not handled by {}: it is ", ""),
+    "not handled": ("bad", "Not handled by {}: ", ""),
+    UNKNOWN: ("bad", "It is not known what has become of it at {}: ", ""),
+    "blocked": ("warn", "Not handled yet by {}: it ", "waits for somebody to decide"),
+    "away": ("warn", "Not handled yet by {}: ", "waits until what it needs is there again"),
+    "retrying": ("warn", "Not handled yet by {}: it ", "waits for its next attempt"),
+    "handed back": ("warn", "Not handled yet by {}: ", "waits for its retry"),
+    "waits behind": ("warn", "Waits at {} behind ", "waits behind it"),
+    "waits": ("warn", "Waits at {}: ", "waits to be delivered"),
+    "delayed": ("warn", "Not given to {} yet: ", "waits until it is due"),
+    "never given": ("gone", "Never given to {}: ", ""),
+    "erased": ("gone", "Never handled by {}: ", ""),
+    PASSED_OVER: ("gone", "Passed over by {}: ", ""),
+    "settled": ("", "Handled or passed over by {}: ", ""),
+    "in flight, or settled": ("good", "Delivered to {}: ", ""),
+    "counted": ("good", "Counted by {}: ", ""),
+    HANDLED: ("good", "Handled by {}: ", ""),
+    "not for it": ("", "", ""),
+}
+"""What a notification can be at an agent, the worst first. Of each: the tone, which says who must act (`bad`: somebody;
+`warn`: it waits; `good`: it moves or is handled; `gone`: it was erased), how the sentence of the story begins, and what
+the notification waits for, if for something."""
 
 
 class HandedBack(Struct, frozen=True, kw_only=True):
@@ -58,8 +87,8 @@ class HandedBack(Struct, frozen=True, kw_only=True):
     sequence: int
     """Of its copy in the retries."""
     time: datetime
-    letter: str
-    """The message id of the copy, which names the dead letter."""
+    dead: DeadLetter
+    """The dead letter that it was."""
     by: str
     """Who has handed it back; empty where that is not recorded."""
 
@@ -69,11 +98,20 @@ class HandedBack(Struct, frozen=True, kw_only=True):
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """What is kept of a notification and one agent beside its stream. Of several, the last one."""
+    """What is kept of a notification and one agent beside its stream."""
 
     dead: DeadLetter | None = None
-    back: HandedBack | None = None
+    """The last one."""
+    returns: tuple[HandedBack, ...] = ()
+    """In order of time."""
     erased: Erased | None = None
+    """The last one."""
+    reset: Deed | None = None
+    """The last one of its agent that passed it over, or gave it again."""
+
+    @property
+    def back(self) -> HandedBack | None:
+        return self.returns[-1] if self.returns else None
 
 
 class Fate(Struct, frozen=True, kw_only=True):
@@ -82,8 +120,37 @@ class Fate(Struct, frozen=True, kw_only=True):
     app: str
     agent: str
     state: str
-    """In a word or two."""
+    """One of `STATES`."""
     why: str
+    """How that is known, in words that go on a sentence."""
+    error: str = ""
+    dead_letter: int = 0
+    """The sequence of the dead letter that it is; else 0."""
+    cure: Literal["", "decide", "resume"] = ""
+    """What the agent needs, so that the notification goes on."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.app}/{self.agent}"
+
+    @property
+    def tone(self) -> str:
+        return STATES[self.state][0]
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """Something that happened to a notification."""
+
+    time: datetime | None
+    """None: that is how it is now."""
+    whose: str
+    """The agent or the person."""
+    told: str
+    """What they did, in words that go on a sentence that they begin."""
+    error: str = ""
+    tone: str = ""
+    dead_letter: LetterId | None = None
+    """The dead letter that it tells of, where that is still kept."""
 
 
 class PublishedBy(Struct, frozen=True, kw_only=True):
@@ -102,6 +169,10 @@ class PublishedBy(Struct, frozen=True, kw_only=True):
 class Story(Struct, frozen=True, kw_only=True):
     """A notification and what has become of it."""
 
+    name: str
+    """Such as `MARS@4711`."""
+    absent: str
+    """Why it is not stored any more; empty where it is."""
     message: StoredMessage
     event_type: str
     identifier: dict[str, str]
@@ -109,12 +180,17 @@ class Story(Struct, frozen=True, kw_only=True):
     unreadable: str
     """Why it cannot be read; empty where it can."""
     origin: PublishedBy
+    sentence: str
+    """What has become of it where it is worst."""
+    also: str
+    """What has become of it at the other agents, in a sentence; empty where that is the same."""
+    tone: str
+    """That of the sentence."""
     fates: list[Fate]
-    outputs: list[tuple[str, tuple[str, str] | None, str]]
-    """What agents published while they handled it: name such as `MARS@4712`, app and name of the agent, subject. The
-    agent is None of what is found by its trace alone, in which another notification may have led to it."""
+    events: list[Event]
+    """All that is known to have happened, in order of time."""
     unsure: list[str]
-    """Why there may be more of these, in sentences."""
+    """Why agents may have published more while they handled it, in sentences."""
     denied: str
     """What the server denies our user, so that there may be more agents."""
 
@@ -122,17 +198,15 @@ class Story(Struct, frozen=True, kw_only=True):
 async def of(
     admin: Admin, config: Config, name: str, agents: Collection[AgentHealth], snapshot: ServerSnapshot
 ) -> Story:
-    """Return the story of the notification `<event type>@<sequence>`. `agents` are all, as the `snapshot` shows them;
-    `config` has the event types that workers have recorded.
+    """Return the story of the notification `<event type>@<sequence>`, or of one that waits to be stored later, as
+    `aviso_admin.find_delayed` takes it. `agents` are all, as the `snapshot` shows them; `config` has the event types
+    that workers have recorded.
 
-    Raises what `aviso_admin.find` raises; where it is not stored any more, the text says what is known of why.
+    Raises what `aviso_admin.find` raises. Where it is not stored any more, its story is told as far as its dead letter
+    has it; else the text of the error says what is known of why.
     """
-    try:
-        message = await aviso_admin.find(admin, config, name)
-    except NotFoundError as error:
-        if error.code != error_codes.NO_MESSAGE:
-            raise
-        raise NotFoundError(f"{name}: {await _why_absent(admin, config, name)}", code=error.code) from error
+    later = await aviso_admin.find_delayed(admin, config, name)
+    message, absent = (later.message, "") if later else await _found(admin, config, name, agents)
     event_type = event_streams(config.notification_schema)[message.stream]
     reader = NotificationReader(event_type, config.notification_schema[event_type])
     identifier, unreadable = dict[str, str](), ""
@@ -146,41 +220,163 @@ async def of(
     readers = [each for each in agents if each.facts.stream == message.stream]
     topic = schema.topic_of(event_type, config.notification_schema[event_type])
     fates, denied = [], Denials()
-    kept = await _kept(admin, readers, message, denied)
+    kept = {} if later else await _kept(admin, readers, message, denied)
     for each in readers:
         facts = each.facts
         declared = snapshot.recorded.apps.get(facts.app)
         policy = declared.policies.get(facts.agent, {}) if declared else {}
         of_agent = kept.get((facts.app, facts.agent), Kept())
-        state, why = fate(each, message, of_agent, topic=topic, policy=policy)
-        if state in PROVED and (said := denied.text(facts.app, ERASURES)):
-            state, why = UNKNOWN, f"{why}; whether it is a dead letter is {said}"
-        fates.append(Fate(app=facts.app, agent=facts.agent, state=state, why=why))
-    outputs, unsure = await _outputs(admin, message, agents, readers)
+        one = fate(each, message, of_agent, topic=topic, policy=policy)
+        if later and one.state != "not for it":
+            why = f"it is stored in {message.stream} at {time_text(later.due)}, and not before"
+            one = structs.replace(one, state="delayed", why=why, cure="")
+        if absent:
+            one = _of_absent(one, absent, of_agent)
+        if one.state in PROVED and (said := denied.text(facts.app, ERASURES)):
+            one = structs.replace(one, state=UNKNOWN, why=f"{one.why}; whether it is a dead letter is {said}")
+        fates.append(one)
+    origin = _origin(message.headers, agents)
+    outputs, unsure = ([], []) if later else await _outputs(admin, message, agents, readers)
+    unlisted = snapshot.denied.text("records", f"agents of {message.stream}")
+    sentence, also, tone = _sentence(message.stream, fates, complete=not unlisted)
     return Story(
+        name=later.name if later else f"{message.stream}@{message.sequence}",
+        absent=absent,
         message=message,
         event_type=event_type,
         identifier=identifier,
         unreadable=unreadable,
-        origin=_origin(message.headers, agents),
+        origin=origin,
+        sentence=sentence,
+        also=also,
+        tone=tone,
         fates=fates,
-        outputs=outputs,
+        events=[*_events(message, origin, kept, outputs), *_now(fates)],
         unsure=unsure,
-        denied=snapshot.denied.text("records", f"agents of {message.stream}"),
+        denied=unlisted,
     )
 
 
-async def _why_absent(admin: Admin, config: Config, name: str) -> str:
-    stream, sequence = aviso_admin.position(config, name)
-    info = await admin.stream_info(stream)
+def _sentence(stream: str, fates: Sequence[Fate], *, complete: bool) -> tuple[str, str, str]:
+    """Return `sentence`, `also` and `tone` of a story. Unless the fates are `complete`, another agent may have it."""
+    by_state = {state: [each for each in fates if each.state == state] for state in STATES}
+    not_for_it = by_state.pop("not for it")
+    (state, worst), *others = [(state, found) for state, found in by_state.items() if found] or [("", [])]
+    if not worst and not complete:
+        return "It is not known which agents read it.", "", "bad"
+    if not worst:
+        nobody = (
+            f"None of the {len(not_for_it)} agents that read {stream} reads it" if not_for_it else "No agent reads it"
+        )
+        return f"{nobody}.", "", ""
+    tone, begin, _ = STATES[state]
+    sentence, also = begin.format(_who(worst)) + worst[0].why, "; ".join(f"{name} at {_who(at)}" for name, at in others)
+    if state == HANDLED:
+        all_of = f"all {len(worst)} agents that read it" if len(worst) > 1 else f"{worst[0].name}, which alone reads it"
+        sentence = f"Handled by {all_of}" if complete else f"Handled by {_who(worst)}; other agents are not known"
+    return f"{sentence}.", also and f"{also[0].upper()}{also[1:]}.", tone if complete or tone != "good" else ""
+
+
+def _who(fates: Sequence[Fate]) -> str:
+    return fates[0].name + (f" and {len(fates) - 1} more" if len(fates) > 1 else "")
+
+
+def _events(
+    message: StoredMessage, origin: PublishedBy, kept: Mapping[Agent, Kept], outputs: Sequence[Event]
+) -> list[Event]:
+    """Return what happened to a notification, in order of time."""
+    cause = f" while it handled {origin.cause}" if origin.cause else ""
+    stored = datetime.fromisoformat(message.time)
+    found = [Event(time=stored, whose=origin.publisher or "a publisher", told=f"published it{cause}"), *outputs]
+    for (app, agent), of_agent in kept.items():
+        name = f"{app}/{agent}"
+        last = of_agent.dead
+        letters = {each.id: each for each in (*(back.dead for back in of_agent.returns), last) if each is not None}
+        for dead in letters.values():
+            link = dead.id if last is not None and dead.id == last.id else None
+            told = f"made it dead letter {dead.sequence}: {dead.reason} after {_counted(dead.attempts, 'attempt')}"
+            found.append(Event(time=dead.time, whose=name, told=told, error=dead.error, tone="bad", dead_letter=link))
+        for each in of_agent.returns:
+            told = f"handed dead letter {each.dead.sequence} back to {name}"
+            found.append(Event(time=each.time, whose=each.by or "somebody", told=told))
+        if (erased := of_agent.erased) is not None:
+            told = f"erased dead letter {erased.sequence} of {name}"
+            found.append(Event(time=erased.time, whose=erased.by, told=told, tone="gone"))
+        if (reset := of_agent.reset) is not None:
+            told = f"reset {name} {'past it' if reset.how == PASSED_OVER else 'to before it'}"
+            found.append(Event(time=reset.time, whose=reset.by, told=told))
+    return sorted(found, key=lambda each: each.time or stored)
+
+
+def _now(fates: Collection[Fate]) -> Iterator[Event]:
+    """Yield what the notification waits for."""
+    for state, (tone, _, told) in STATES.items():
+        if told and (found := [each for each in fates if each.state == state]):
+            yield Event(time=None, whose=_who(found), told=told, tone=tone)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+async def _found(admin: Admin, config: Config, name: str, agents: Collection[AgentHealth]) -> tuple[StoredMessage, str]:
+    """Return a notification by its name and, where it is a dead letter only, why it is not stored any more. Raises
+    `NotFoundError` where it is neither.
+    """
+    try:
+        return await aviso_admin.find(admin, config, name), ""
+    except NotFoundError as error:
+        if error.code != error_codes.NO_MESSAGE:
+            raise
+        stream, sequence = aviso_admin.position(config, name)
+        info = await admin.stream_info(stream)
+        message = await _of_dead_letter(admin, info, sequence, agents)
+        why = await _why_absent(admin, info, sequence, subject=message.subject if message else "")
+        if message is None:
+            raise NotFoundError(f"{name}: {why}", code=error.code) from error
+        return message, why
+
+
+async def _of_dead_letter(
+    admin: Admin, info: StreamInfo, sequence: int, agents: Collection[AgentHealth]
+) -> StoredMessage | None:
+    """Return a notification as one of its dead letters has it, within the time of a look; None where none is found."""
+    apps = sorted({each.facts.app for each in agents if each.facts.stream == info.name and each.facts.dead_letters})
+    with anyio.move_on_after(SCAN_SECONDS):
+        for app in apps:
+            wanted = Selection(app=app, stream=info.name, since=info.created)
+            async with aclosing(StoredDeadLetters(admin, events=Events()).select(wanted)) as found:
+                async for each in found:
+                    if each.original.sequence == sequence:
+                        return inventory.read(info.name, each.original)
+    return None
+
+
+def _of_absent(fate: Fate, absent: str, kept: Kept) -> Fate:
+    """Return what has become of a notification that is not stored any more: a consumer passes over it."""
+    if fate.state in ("waits", "waits behind"):
+        return structs.replace(fate, state="never given", why=absent, error="", cure="")
+    if fate.state in ("counted", HANDLED) and kept.back is None:
+        return structs.replace(fate, state="settled", why=f"{fate.why}; or it was passed over: {absent}")
+    return fate
+
+
+async def _why_absent(admin: Admin, info: StreamInfo, sequence: int, *, subject: str) -> str:
+    """Return why a notification is not stored. `subject` is empty where that is not known."""
+    stream, most = info.name, info.config.max_msgs_per_subject
     if sequence > info.last_sequence:
         return f"the stream {stream} ends at {info.last_sequence}, and has never stored it"
+    removal = audit.removal(admin, stream, sequence, since=info.created or info.time)
+    if (deed := await asked(Denials(), "actions", removal, None)) is not None:
+        return f"it is not stored any more: {deed.how} by {deed.by} at {time_text(deed.time)}"
+    newer = await admin.message(stream, last_by_subject=subject) if subject and most > 0 else None
+    if newer is not None and newer.sequence > sequence:
+        return f"{stream}@{newer.sequence}, a newer one of its subject, has taken its place: the stream keeps {most}"
     if sequence < info.first_sequence:
         return (
             f"it is not stored any more: the stream {stream} begins at {info.first_sequence}, and what was before that "
             "has expired, made room, or was purged or deleted"
         )
-    most = info.config.max_msgs_per_subject
     replaced = f", or has made room for newer ones, since the stream keeps {most} of each subject" if most > 0 else ""
     return f"it is not stored any more: it was deleted or erased, has expired{replaced}"
 
@@ -189,14 +385,17 @@ async def _kept(
     admin: Admin, readers: Collection[AgentHealth], message: StoredMessage, denied: Denials
 ) -> dict[Agent, Kept]:
     """Return what is kept of the notification, by agent. What is denied is noted, by app and as `ERASURES`."""
-    erasures = audit.erased(admin, message.stream, message.sequence, since=_since(message))
-    erased = await asked(denied, ERASURES, erasures, {})
-    dead, back = dict[Agent, DeadLetter](), dict[Agent, HandedBack]()
+    recorded = audit.of_notification(admin, message.stream, message.sequence, since=_since(message))
+    erased, resets = await asked(denied, ERASURES, recorded, ({}, {}))
+    dead, back = dict[Agent, DeadLetter](), dict[Agent, tuple[HandedBack, ...]]()
     for app in sorted({each.facts.app for each in readers}):
         back |= await asked(denied, app, _handed_back(admin, app, message), {})
         if any(each.facts.dead_letters != 0 for each in readers if each.facts.app == app):
             dead |= await asked(denied, app, _dead_letters(admin, app, message), {})
-    return {of: Kept(dead=dead.get(of), back=back.get(of), erased=erased.get(of)) for of in {*dead, *back, *erased}}
+    return {
+        of: Kept(dead=dead.get(of), returns=back.get(of, ()), erased=erased.get(of), reset=resets.get(of))
+        for of in sorted({*dead, *back, *erased, *resets})
+    }
 
 
 async def _dead_letters(admin: Admin, app: str, message: StoredMessage) -> dict[Agent, DeadLetter]:
@@ -206,52 +405,72 @@ async def _dead_letters(admin: Admin, app: str, message: StoredMessage) -> dict[
         return {(app, each.agent): each async for each in found if each.original.sequence == message.sequence}
 
 
-async def _handed_back(admin: Admin, app: str, message: StoredMessage) -> dict[Agent, HandedBack]:
-    """Return when the notification was last handed back as a dead letter, by agent of an app, within the time for which
+async def _handed_back(admin: Admin, app: str, message: StoredMessage) -> dict[Agent, tuple[HandedBack, ...]]:
+    """Return when the notification was handed back as a dead letter, by agent of an app, within the time for which
     copies are kept. Raises `BackendError`.
     """
-    retries, back = own_streams.of_app(RETRIES, app), dict[Agent, HandedBack]()
+    retries, back = own_streams.of_app(RETRIES, app), dict[Agent, tuple[HandedBack, ...]]()
     if (info := await inventory.existing(admin.stream_info(retries))) is None or not info.messages:
         return back
     reading = admin.read(retries, filter_subjects=(), start_time=_since(message), last_sequence=info.last_sequence)
     async with aclosing(reading):
         async for copy in reading:
-            original, stream = dead_letter_records.unwrap(copy)
-            if (stream, original.sequence) == (message.stream, message.sequence):
-                headers = copy.headers or {}
-                letter, by = (headers.get(name, "") for name in (dead_letter_records.RETRIED, dead_letter_records.BY))
-                of = (app, copy.subject.rpartition(".")[2])
-                back[of] = HandedBack(sequence=copy.sequence, time=store_time(copy), letter=letter, by=by)
+            with suppress(UndecodableError):  # what nobody of us has written
+                dead, by = dead_letter_records.handed_back(copy, app)
+                if (dead.stream, dead.original.sequence) == (message.stream, message.sequence):
+                    one = HandedBack(sequence=copy.sequence, time=store_time(copy), dead=dead, by=by)
+                    back[app, dead.agent] = (*back.get((app, dead.agent), ()), one)
     return back
 
 
 def fate(
     health: AgentHealth, message: StoredMessage, kept: Kept, *, topic: schema.Topic, policy: Mapping[str, str]
-) -> tuple[str, str]:
-    """Return what has become of a notification at one agent, in a word or two, and why that is known. It is pure.
-    `policy` is the agent's, as its app has declared it; empty where that is not known.
+) -> Fate:
+    """Return what has become of a notification at one agent. It is pure. `policy` is the agent's, as its app has
+    declared it; empty where that is not known.
     """
     facts, dead, back, erased = health.facts, kept.dead, kept.back, kept.erased
-    if dead is not None and (back is None or back.letter != dead_letter_records.retry_id(dead)):
-        again = "again, " if back is not None and dead.time > back.time else ""
-        return "dead letter", f"{again}{dead.sequence}: {dead.reason} after {dead.attempts} attempts: {dead.error}"
+    told = partial(Fate, app=facts.app, agent=facts.agent)
+    if dead is not None and (back is None or back.dead.id != dead.id):
+        again = " again" if back is not None and dead.time > back.time else ""
+        why = f"dead letter {dead.sequence}{again}, {dead.reason} after {_counted(dead.attempts, 'attempt')}"
+        return told(state="dead letter", why=why, error=dead.error, dead_letter=dead.sequence)
     if erased is not None and (back is None or erased.time > back.time):
-        return "erased", f"its dead letter {erased.sequence} was erased at {time_text(erased.time)} by {erased.by}"
+        why = f"its dead letter {erased.sequence} was erased at {time_text(erased.time)} by {erased.by}"
+        return told(state="erased", why=why)
     if facts.consumer is None:
         is_unknown = health.judgement.state == UNKNOWN
-        return UNKNOWN if is_unknown else "not handled", _text(health)
+        return told(state=UNKNOWN if is_unknown else "not handled", why=_text(health))
     filters = facts.consumer.config.filters
     if filters and not matcher(filters)(message.subject):
-        return "not for it", f"it reads {', '.join(filters)}"
+        return told(state="not for it", why=f"it reads {', '.join(filters)}")
     for each in facts.retrying:
         if each.sequence == message.sequence:
-            said = f"{back.text}; " if back is not None else ""
-            if not each.attempt:
-                return "away", f"{said}what the agent needs is away: {each.error}; no attempt is used"
-            return "blocked" if each.blocked else "retrying", f"{said}failed {each.attempt} times: {each.error}"
+            state, why = _retried(each)
+            why = f"{back.text}; {why}" if back is not None else why
+            return told(state=state, why=why, error=each.error, cure="decide" if each.blocked else "")
+    paused = any(each.paused for each in facts.consumers)
     if back is not None:
-        return _after_handing_back(health, back)
-    return _by_position(health, message, topic=topic, policy=policy)
+        state, why = _after_handing_back(health, back)
+        return told(state=state, why=why, cure="resume" if paused and state != HANDLED else "")
+    assert facts.consumer is not None
+    if facts.consumer.settled < message.sequence <= facts.consumer.position and (
+        before := _blocker(facts, message, topic=topic, policy=policy)
+    ):
+        does = "at which the agent is blocked" if before.blocked else "which is tried again"
+        why = f"{before.stream}@{before.sequence} of the same key, {before.key}, {does}"
+        return told(state="waits behind", why=why, error=before.error, cure="decide" if before.blocked else "")
+    state, why = _by_position(health, facts.consumer, message, policy, kept.reset)
+    return told(state=state, why=why, cure="resume" if paused and state == "waits" else "")
+
+
+def _retried(retrying: Retrying) -> tuple[str, str]:
+    if not retrying.attempt:
+        return "away", "what the agent needs is away, and no attempt is used"
+    failed = f"has failed {_counted(retrying.attempt, 'time')}"
+    if retrying.blocked:
+        return "blocked", f"{failed}, and the agent is blocked at it"
+    return "retrying", f"{failed}, and is tried again at {time_text(retrying.again_at)}"
 
 
 def _after_handing_back(health: AgentHealth, back: HandedBack) -> tuple[str, str]:
@@ -260,7 +479,7 @@ def _after_handing_back(health: AgentHealth, back: HandedBack) -> tuple[str, str
     if not isinstance(retries, ConsumerInfo):
         return "handed back", f"{back.text}; whether it was handled since is not known: nothing reads the retries"
     if back.sequence <= retries.settled:
-        return "handled", f"{back.text}, and settled since; it has not become a dead letter again"
+        return HANDLED, f"{back.text}, and settled since; it has not become a dead letter again"
     if back.sequence <= retries.position:
         return "handed back", f"{back.text}, and delivered; it is not settled yet, as far as is known"
     if retries.paused_until is not None:
@@ -269,38 +488,38 @@ def _after_handing_back(health: AgentHealth, back: HandedBack) -> tuple[str, str
 
 
 def _by_position(
-    health: AgentHealth, message: StoredMessage, *, topic: schema.Topic, policy: Mapping[str, str]
+    health: AgentHealth, events: ConsumerInfo, message: StoredMessage, policy: Mapping[str, str], reset: Deed | None
 ) -> tuple[str, str]:
-    """Return what the position of the consumer says."""
-    facts = health.facts
-    events = facts.consumer
-    assert events is not None
+    """Return what the position of the consumer says, and who has moved it."""
     if message.sequence > events.position:
         return "waits", f"it has come to {events.position}, {events.num_pending} wait; {_text(health)}"
-    if message.sequence > events.settled:
-        return _in_flight(facts, events, message, topic=topic, policy=policy)
     until = f"everything up to {events.settled} is settled"
+    if message.sequence > events.settled:
+        since = f"of what was delivered since then {events.num_ack_pending} are not"
+        return "in flight, or settled", f"{until}, and {since}"
+    if reset is not None and reset.how == PASSED_OVER:
+        by = f"by {reset.by} at {time_text(reset.time)}"
+        return PASSED_OVER, f"its consumer was reset past it {by}, when it was not known to be settled"
     if message.sequence < (begin := events.config.start_sequence):
-        return "settled", f"its consumer begins at {begin}: it was handled before, or passed over when that was made"
+        return (
+            "settled",
+            f"it is older than the agent's consumer, which begins at {begin}: it was handled before, or passed over",
+        )
     if "window" in policy:
         return "counted", f"{until}: it counts in the windows of the agent ({policy['window']})"
-    return "handled", f"{until}, no dead letter of it is kept, and none was erased"
+    return HANDLED, f"{until}, no dead letter of it is kept, and none was erased"
 
 
-def _in_flight(
-    facts: AgentFacts, events: ConsumerInfo, message: StoredMessage, *, topic: schema.Topic, policy: Mapping[str, str]
-) -> tuple[str, str]:
+def _blocker(
+    facts: AgentFacts, message: StoredMessage, *, topic: schema.Topic, policy: Mapping[str, str]
+) -> Retrying | None:
+    """Return the notification that has to be done first, since it has the same ordering key; None where none is
+    retried.
+    """
     fields = [field for field in policy.get("order by", "").split(", ") if field in topic.key_order]
     key = ".".join(topics.key_of(topic, fields)(message.subject)) if fields else ""
-    for each in facts.retrying:
-        if key and each.key == key and each.sequence < message.sequence:
-            does = "at which the agent is blocked" if each.blocked else "which is tried again"
-            return "waits behind", f"{each.stream}@{each.sequence} of the same key, {key}, {does}: {each.error}"
-    return (
-        "in flight, or settled",
-        f"it was delivered; everything up to {events.settled} is settled, and of what was delivered since then "
-        f"{events.num_ack_pending} are not",
-    )
+    before = [each for each in facts.retrying if key and each.key == key and each.sequence < message.sequence]
+    return before[0] if before else None
 
 
 def _text(health: AgentHealth) -> str:
@@ -316,8 +535,10 @@ async def _outputs(
     message: StoredMessage,
     agents: Collection[AgentHealth],
     readers: Collection[AgentHealth],
-) -> tuple[list[tuple[str, tuple[str, str] | None, str]], list[str]]:
-    """Return `outputs` and `unsure` of the story: the streams are read that the code of the agents names."""
+) -> tuple[list[Event], list[str]]:
+    """Return what agents published while they handled a notification, and `unsure` of its story: the streams are read
+    that the code of the agents names.
+    """
     denied, apps = Denials(), sorted({each.facts.app for each in readers})
     stored = {app: await asked(denied, app, asyncapi.stored(admin, app), None) for app in apps}
     documents = {app: found or {} for app, found in stored.items()}
@@ -327,7 +548,7 @@ async def _outputs(
     unknown = [] if denied.text() else [app for app, found in documents.items() if "operations" not in found]
     unsure = [f"What the agents of {app} publish is not recorded." for app in unknown]
     cause, looked_at = f"{message.stream}@{message.sequence}", 0
-    outputs: list[tuple[str, tuple[str, str] | None, str]] = []
+    outputs = list[Event]()
     trace_id = _origin(message.headers, agents).trace_id
     with anyio.move_on_after(SCAN_SECONDS) as scan:
         bases = {each["channel"]["$ref"].rpartition("/")[2] for each in sent}
@@ -344,7 +565,11 @@ async def _outputs(
                         origin, name = _origin(each.headers or {}, agents), f"{stream}@{each.sequence}"
                         of_trace = trace_id and origin.trace_id == trace_id and not origin.publisher and name != cause
                         if (origin.agent and origin.cause == cause) or of_trace:
-                            outputs.append((name, origin.agent, each.subject))
+                            how = "while it handled it" if origin.agent else "in the same trace"
+                            told = f"published {name} {how}: {each.subject}"
+                            outputs.append(
+                                Event(time=store_time(each), whose=origin.publisher or "somebody", told=told)
+                            )
                         looked_at += 1
                         if looked_at == MAX_SCANNED:
                             scan.cancel()

@@ -47,7 +47,14 @@ def declared(app: str, timers: Sequence[Timer[Any, Any]], timer: str) -> Timer[A
 
 
 async def pause(
-    admin: Admin, app: str, timer: str, *, until: datetime | None = None, seconds: float | None = None, note: str = ""
+    admin: Admin,
+    app: str,
+    timer: str,
+    *,
+    until: datetime | None = None,
+    seconds: float | None = None,
+    by: str = "",
+    note: str = "",
 ) -> Pause:
     """Pause the timer until this time, or for so long by the server's clock, or until it is resumed: no worker runs its
     ticks. A later pause replaces an earlier one. Return the pause.
@@ -60,16 +67,14 @@ async def pause(
         until = UNTIL_RESUMED if seconds is None else now + timedelta(seconds=seconds)
     if until <= now:
         raise DeclarationError(f"the pause would end at {time_text(until)}, which is over: say a later time")
-    made = Pause(since=now, until=until, by=audit.this_user(), note=note)
+    made = Pause(since=now, until=until, by=by or audit.this_user(), note=note)
     await bucket.put(timer_requests.pause_key(app, timer), msgspec.json.encode(made))
     return made
 
 
 async def resume(admin: Admin, app: str, timer: str) -> None:
     """Resume the timer. Raises `BackendError`."""
-    key = timer_requests.pause_key(app, timer)
-    if await consumer_records.entry(admin, key, kind="orders") is not None:
-        await (await orders.bucket(admin, app)).delete(key)
+    await orders.withdraw(admin, app, timer_requests.pause_key(app, timer))
 
 
 async def ask(admin: Admin, app: str, timer: str, *, by: str = "") -> Run:

@@ -1,4 +1,5 @@
-"""What operators have done, in a stream of its own: the actions of the console, and the dead letters that were erased.
+"""What operators have done, in a stream of its own: their actions from a console and by command, and the dead letters
+that were erased.
 
 An action is recorded before it begins and again when it has ended, so that one that was broken off is seen as well: it
 has no end.
@@ -7,7 +8,7 @@ has no end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import date, datetime
 from typing import Literal
 
 import msgspec
@@ -26,15 +27,47 @@ SUBJECT = "aviso_workers.audit"
 ACTIONS = f"{SUBJECT}.actions"
 KEPT_DAYS = 400
 MAX_RECORDS = 100_000
+DEAD_LETTERS = "dead letters"
+"""What actions on many of them are recorded to be done to."""
+PASSED_OVER, GIVEN_AGAIN = "passed over", "given again"
+"""What a reset does to notifications of its agent."""
+MAX_RANGES = 1000
+"""Of sequences, in one record: it has to fit into a message of any server."""
 
 State = Literal["begun", "done", "stopped", "failed"]
+
+
+class Affected(Struct, frozen=True, kw_only=True):
+    """Messages of one stream that an action has removed, or has taken from an agent or given back to it."""
+
+    how: str
+    """Such as `erased` or `passed over`."""
+    of: str = ""
+    """The agent that had them, such as `field/index`; empty where it is of no agent."""
+    stream: str
+    ranges: tuple[tuple[int, int], ...]
+    """The first and the last sequence of each."""
+    letters: tuple[tuple[int, int], ...] = ()
+    """The same of the dead letters that were made of them."""
+    more: int = 0
+    """Messages that are left out, because there are too many ranges."""
+
+    def has(self, stream: str, sequence: int) -> bool:
+        return stream == self.stream and any(first <= sequence <= last for first, last in self.ranges)
+
+    @property
+    def text(self) -> str:
+        letters = f", dead letters {_spelled(self.letters)}" if self.letters else ""
+        more = f", and {self.more} more" if self.more else ""
+        return f"{self.how}: {self.stream}@{_spelled(self.ranges)}{f' of {self.of}' if self.of else ''}{letters}{more}"
 
 
 class AuditRecord(Struct, frozen=True, kw_only=True):
     """The begin or the end of an action."""
 
     who: str
-    """The user, as the console knows it."""
+    """The user, as the console knows it, or the user and the host of a command."""
+    by_command: bool = False
     action: str
     """Such as `pause agent`."""
     of: str
@@ -46,6 +79,21 @@ class AuditRecord(Struct, frozen=True, kw_only=True):
     """What came of it, in words."""
     begun: int | None = None
     """The sequence of the record of its begin; None in that one."""
+    affected: tuple[Affected, ...] = ()
+    """In the record of its end."""
+
+    @property
+    def by(self) -> str:
+        """Who has done it, and from where."""
+        return f"{self.who}, {'by command' if self.by_command else 'console'}"
+
+    @property
+    def target(self) -> str:
+        """The app and the agent, where it is done to dead letters of these; else what it is done to."""
+        named = [
+            self.selection[name] for name in ("app", "agent") if self.of == DEAD_LETTERS and name in self.selection
+        ]
+        return "/".join(named) or self.of
 
 
 class ErasedLetters(Struct, frozen=True, kw_only=True):
@@ -65,6 +113,14 @@ class Erased(Struct, frozen=True, kw_only=True):
     time: datetime
 
 
+class Deed(Struct, frozen=True, kw_only=True):
+    """How a message was affected by an action."""
+
+    how: str
+    by: str
+    time: datetime
+
+
 class RecordedAction(Struct, frozen=True, kw_only=True):
     """An action, with its end where that is recorded."""
 
@@ -74,6 +130,11 @@ class RecordedAction(Struct, frozen=True, kw_only=True):
     record: AuditRecord
     end: AuditRecord | None = None
     ended_at: datetime | None = None
+
+    @property
+    def day(self) -> date:
+        """In UTC."""
+        return self.time.date()
 
 
 def stream_spec(config: Config) -> StreamSpec:
@@ -94,8 +155,10 @@ def read(message: Message) -> AuditRecord | None:
         return None
 
 
-def joined(messages: Iterable[Message]) -> list[RecordedAction]:
-    """Return the actions among messages, the newest first."""
+def joined(messages: Iterable[Message], *, since: int) -> list[RecordedAction]:
+    """Return the actions among messages, the newest first. An end is left out whose begin is not among them, though it
+    is kept: its sequence is `since` or later.
+    """
     found: dict[int, RecordedAction] = {}
     for message in messages:
         record = read(message)
@@ -104,9 +167,20 @@ def joined(messages: Iterable[Message]) -> list[RecordedAction]:
         begun = found.get(record.begun) if record.begun is not None else None
         if begun is not None:
             found[begun.sequence] = msgspec.structs.replace(begun, end=record, ended_at=store_time(message))
-        else:  # it has begun, or its begin is not kept any more
+        elif record.begun is None or record.begun < since:  # it has begun, or its begin is not kept any more
             found[message.sequence] = RecordedAction(sequence=message.sequence, time=store_time(message), record=record)
     return sorted(found.values(), key=lambda each: -each.sequence)
+
+
+def deeds(message: Message, stream: str, sequence: int) -> dict[str, Deed]:
+    """Return how a message of a stream was affected by the action that has ended with this record, by the agent that
+    had it, such as `field/index`.
+    """
+    if (record := read(message)) is None:
+        return {}
+    by, time = printable(record.by), store_time(message)
+    affected = [each for each in record.affected if each.has(stream, sequence)]
+    return {each.of: Deed(how=each.how, by=by, time=time) for each in affected}
 
 
 def erasures_of(app: str, agent: str) -> str:
@@ -130,6 +204,10 @@ def erasures(by: str, dead_letters: Sequence[DeadLetter]) -> Iterator[Message]:
         ]
         data = msgspec.json.encode(ErasedLetters(by=by, letters=tuple(letters)))
         yield Message(subject=erasures_of(app, agent), data=data)
+
+
+def _spelled(ranges: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in ranges)
 
 
 def erased(message: Message, stream: str, sequence: int) -> Erased | None:

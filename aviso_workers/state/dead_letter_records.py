@@ -168,6 +168,17 @@ def unwrap(retry: Message) -> tuple[Message, str]:
         return retry, ""
 
 
+def handed_back(retry: Message, app: str) -> tuple[DeadLetter, str]:
+    """Return the dead letter that a message of an app's retries was, and who has handed it back; empty where that is
+    not known. Raises `UndecodableError` where nobody of us has written it.
+    """
+    headers = retry.headers or {}
+    number, _, time = headers.get(RETRIED, "").partition(".")
+    subject = subject_of(app, retry.subject.rpartition(".")[2])
+    stored = structs.replace(retry, subject=subject, sequence=read_number(number), timestamp_ns=read_number(time))
+    return DeadLetter.read(stored, app), headers.get(BY, "")
+
+
 def _require_own(message: Message, subject_of: Callable[[str, str], str]) -> str:
     """Return the app that the headers name. Raise `UndecodableError` where they name another agent than the subject,
     which permissions of the server concern; `KeyError` where they name none.

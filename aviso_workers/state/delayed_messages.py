@@ -142,6 +142,14 @@ def schedule(outgoing: Outgoing, due: datetime, *, event_type: str, message_id: 
     )
 
 
+def due_at(message: Message) -> datetime | None:
+    """Return when one that waits is to be stored; None where it does not say so."""
+    with suppress(ValueError):
+        due = datetime.fromisoformat((message.headers or {}).get("Nats-Schedule", "").removeprefix("@at "))
+        return due if due.tzinfo else None
+    return None
+
+
 def original(message: Message) -> Outgoing:
     """Return what one that waits or is due was made of.
 

@@ -1,4 +1,5 @@
-"""What operators ask of an app's timers, and workers obey: pauses, and runs at once.
+"""What operators ask of an app's timers, and workers obey: pauses, and runs at once. Who has paused an agent, and why,
+is kept in the same way; the pause itself is that of its consumers.
 
 What is asked is in the bucket of `orders`. Each paused timer has a record, `<app>/timers/<timer>/pause`, that workers
 read before each tick. The last runs that were asked for, of all timers, are one record, `<app>/timers/all/run`, so that
@@ -27,7 +28,7 @@ VOID_SECONDS = 60.0
 
 
 class Pause(Struct, frozen=True, kw_only=True):
-    """A time in which no worker runs a timer. Times are by the server's clock."""
+    """A time in which no worker runs a timer, or an agent is delivered nothing. Times are by the server's clock."""
 
     since: Time
     until: Time
@@ -55,10 +56,10 @@ class Run(Struct, frozen=True, kw_only=True):
         return not self.worker and (now - self.asked).total_seconds() <= VOID_SECONDS
 
 
-def pauses(entries: Iterable[Entry], *, now: datetime) -> dict[tuple[str, str], Pause]:
-    """Return the pauses that last, among the entries of buckets of `orders`, by app and timer."""
+def pauses(entries: Iterable[Entry], *, now: datetime, of: str = "timers") -> dict[tuple[str, str], Pause]:
+    """Return the pauses that last, among the entries of buckets of `orders`, by app and timer, or by app and agent."""
     noted = consumer_records.notes(entries, consumer_records.PAUSE)
-    found = {(app, timer): read_pause(entry) for (app, kind, timer), entry in noted if kind == "timers"}
+    found = {(app, name): read_pause(entry) for (app, kind, name), entry in noted if kind == of}
     return {key: pause for key, pause in found.items() if pause and pause.until > now}
 
 
@@ -80,8 +81,8 @@ def _runs(entries: Iterable[Entry]) -> dict[tuple[str, str], Run]:
     return {(app, timer): run for (app, *_), entry in noted for timer, run in read_runs(entry).items()}
 
 
-def pause_key(app: str, timer: str) -> str:
-    return consumer_records.note_key(app, "timers", timer, consumer_records.PAUSE)
+def pause_key(app: str, name: str, *, of: str = "timers") -> str:
+    return consumer_records.note_key(app, of, name, consumer_records.PAUSE)
 
 
 def runs_key(app: str) -> str:

@@ -1,14 +1,14 @@
 """Ids and dates as an aviso-server reads them."""
 
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aviso_workers.aviso.positions import Position, parse_date, parse_id, position
+from aviso_workers.aviso.positions import Position, parse_date, parse_id, parse_moment, position
 from aviso_workers.errors import InvalidPositionError
 
 
@@ -59,6 +59,35 @@ def test_a_date_that_is_none_is_refused(text: Any, complaint: str) -> None:
         parse_date(text)
 
 
+NOW = datetime(2026, 11, 28, 22, 57, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("today", datetime(2026, 11, 28, tzinfo=UTC)),
+        (" Yesterday ", datetime(2026, 11, 27, tzinfo=UTC)),
+        ("2026-11-20", datetime(2026, 11, 20, tzinfo=UTC)),
+        ("2026-11-20T06:00Z", datetime(2026, 11, 20, 6, tzinfo=UTC)),
+        ("2026-11-20 06:00", datetime(2026, 11, 20, 6, tzinfo=UTC)),
+        ("2026-11-20t06:00+02:00", datetime(2026, 11, 20, 4, tzinfo=UTC)),
+        ("1h", NOW - timedelta(hours=1)),
+        ("2D", NOW - timedelta(days=2)),
+        ("9223372036s", NOW - timedelta(seconds=9223372036)),
+        ("2026-11-20T06:00:00Z", datetime(2026, 11, 20, 6, tzinfo=UTC)),
+        ("1740509903", datetime(2025, 2, 25, 18, 58, 23, tzinfo=UTC)),
+    ],
+)
+def test_a_time_is_read_as_people_type_it(text: str, expected: datetime) -> None:
+    assert parse_moment(text, name="since", now=NOW) == expected
+
+
+@pytest.mark.parametrize("text", ["", "noon", "2026-02-30", "2026-11-20Z", "2026-11-20T25:00", "2h ago", "-2h"])
+def test_a_time_that_nobody_means_is_refused(text: str) -> None:
+    with pytest.raises(InvalidPositionError, match=f"since must be a day such as .*found {text!r}"):
+        parse_moment(text, name="since", now=NOW)
+
+
 @pytest.mark.parametrize(("text", "expected"), [("0", 0), ("+7", 7), ("0042", 42), (str(2**64 - 1), 2**64 - 1), (5, 5)])
 def test_an_id_is_a_sequence(text: int | str, expected: int) -> None:
     assert parse_id(text) == expected
@@ -81,6 +110,6 @@ def test_neither_is_no_position() -> None:
 
 @given(st.text())
 def test_no_text_raises_anything_but_our_error(text: str) -> None:
-    for parse in (parse_id, parse_date):
+    for parse in (parse_id, parse_date, lambda text: parse_moment(text, name="since", now=NOW)):
         with suppress(InvalidPositionError):
             parse(text)

@@ -21,7 +21,9 @@ from aviso_workers.backends.buckets import open_existing
 from aviso_workers.cli import agents_control
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control
+from aviso_workers.ops.audit import Audit, this_user
 from aviso_workers.server import NatsServer
+from aviso_workers.state.audit_records import RecordedAction
 from tests.cli.conftest import Ran
 from tests.conftest import Start
 from tests.waits import PATIENCE_SECONDS
@@ -146,7 +148,7 @@ def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(
         paused = run("agents", "pause", f"{app}/index", "--config", config)
         assert paused == Ran(code=0, out="index is paused until it is resumed\n", err="")
         (row,) = (row for row in listed(run, config, agents) if row["agent"] == "index")
-        assert (row["state"], row["why"]) == ("paused", "until it is resumed")
+        assert (row["state"], row["why"]) == ("paused", f"by {this_user()} until it is resumed")
         resumed = run("agents", "resume", f"{app}/index", "--config", config)
         assert resumed == Ran(code=0, out="index is resumed\n", err="")
     assert {row["state"] for row in listed(run, config)} == {"at rest"}
@@ -159,7 +161,78 @@ def test_a_pause_may_have_an_end(run: Run, config: Path, worked: Callable[..., l
     until = datetime.fromisoformat(paused.out.removeprefix("index is paused until ").strip())
     assert timedelta(minutes=9) < until - datetime.now(UTC) < timedelta(minutes=10)
     (row,) = (row for row in listed(run, config) if row["agent"] == "index")
-    assert abs(datetime.fromisoformat(row["why"].removeprefix("until ")) - until) < timedelta(seconds=2)
+    assert abs(datetime.fromisoformat(row["why"].partition(" until ")[2]) - until) < timedelta(seconds=2)
+
+
+def test_a_pause_says_by_whom_and_why_as_long_as_it_is_that_one(
+    run: Run, config: Path, worked: Callable[..., list[str]]
+) -> None:
+    def said() -> str:
+        (row,) = (row for row in listed(run, config) if row["agent"] == "index")
+        return str(row["why"])
+
+    async def pause_by_other_means() -> None:
+        async with App("tests", config=config) as app:
+            until = datetime.now(UTC) + timedelta(hours=1)
+            await app.session.admin.pause_consumer("MARS", "field__index", until=until)
+
+    worked(1)
+    reason = ("--note", "the archive is down\u202e")
+    assert run("agents", "pause", "field/index", *reason, "--config", config).code == 0
+    assert said() == f"by {this_user()} until it is resumed: the archive is down\\u202e"
+    anyio.run(pause_by_other_means)
+    assert "the archive" not in said()
+    assert run("agents", "resume", "field/index", "--config", config).code == 0
+    assert run("agents", "rm", "field/index", "--workers-stopped", "--yes", "--config", config).code == 0
+
+
+def test_what_commands_do_stands_in_the_audit(
+    run: Run, config: Path, worked: Callable[..., list[str]], agents: str
+) -> None:
+    worked(1, 4)
+    for command in (
+        ("agents", "pause", "field/index", "--for", "2h", "--note", "the archive is down"),
+        ("agents", "resume", f"{agents}/index"),
+        ("agents", "reset", "field/everything", "--to", "1"),  # which only says what it would do
+        ("agents", "reset", "field/everything", "--to", "1", "--yes"),
+        ("dead-letters", "drop", "--agent", "index", "--yes"),
+        ("streams", "purge", "MARS", "--before", "2", "--yes"),
+        ("streams", "apply"),
+        ("delete", "mars@2", "--yes"),
+        ("agents", "rename", "field/everything", "others", "--workers-stopped", "--yes"),
+        ("agents", "rm", "field/others", "--workers-stopped", "--yes"),
+        ("streams", "wipe", "mars", "--yes"),
+        ("streams", "rm", "MARS", "--yes"),
+    ):
+        run(*command, "--config", config)
+
+    async def recorded() -> list[RecordedAction]:
+        async with App("tests", config=config) as app:
+            return await Audit(app.session.admin, app.config).newest(100)
+
+    found = anyio.run(recorded)[::-1]
+    assert [(each.record.action, each.record.of, each.end and each.end.state) for each in found] == [
+        ("pause-agent", "field/index", "done"),
+        ("resume-agent", "field/index", "done"),
+        ("reset-agent", "field/everything", "done"),
+        ("drop-dead-letters", "dead letters", "done"),
+        ("purge-stream", "MARS", "done"),
+        ("delete-notification", "mars@2", "done"),
+        ("rename-agent", "field/everything", "done"),
+        ("remove-agent", "field/others", "done"),
+        ("wipe-streams", "MARS", "done"),
+        ("remove-stream", "MARS", "done"),
+    ]
+    assert {(each.record.who, each.record.by_command) for each in found} == {(this_user(), True)}
+    pause, reset, drop, purge = (found[at] for at in (0, 2, 3, 4))
+    assert pause.record.selection == {"for": "2h", "why": "the archive is down"}
+    ended = [each.end for each in (reset, drop, purge) if each.end]
+    assert [[one.text for one in end.affected] for end in ended] == [
+        ["given again: MARS@1 to 2 of field/everything"],
+        ["erased: MARS@2 of field/index, dead letters 1"],
+        ["purged: MARS@1"],
+    ]
+    assert [end.result for end in ended][1:] == ["1 of 1 erased", "MARS: 1 removed"]
 
 
 def test_a_pause_of_no_time_is_refused(run: Run, unreachable: Path) -> None:
@@ -236,7 +309,7 @@ def test_a_pause_lasts_as_long_as_was_said_where_the_clock_of_the_command_is_slo
     assert run("agents", "pause", "field/index", "--for", "10m", "--config", config).code == 0
     (row,) = (row for row in listed(run, config) if row["agent"] == "index")
     assert row["state"] == "paused"
-    until = datetime.fromisoformat(row["why"].removeprefix("until "))
+    until = datetime.fromisoformat(row["why"].partition(" until ")[2])
     assert timedelta(minutes=9) < until - datetime.now(UTC) < timedelta(minutes=10)
 
 
@@ -264,7 +337,7 @@ def test_a_reset_to_new_handles_nothing_again_where_the_clock_of_the_command_is_
         ),
         (("agents", "pause", "field/index", "--for", "10"), 2, "--for: duration must include a unit"),
         (("agents", "pause", "nowhere:app/index"), 2, "no module 'nowhere' here or installed"),
-        (("agents", "reset", "field/index", "--to", "x"), 2, "--to must be a date with a time such as"),
+        (("agents", "reset", "field/index", "--to", "x"), 2, "--to must be a day such as 2026-11-20, a time such as"),
         (("agents", "reset", "field/index", "--to", "9"), 2, "MARS ends at 1: an agent cannot go on at 9"),
     ],
 )

@@ -315,5 +315,5 @@ def test_a_command_that_changes_a_stream_is_seen(
     before = server.held()
     assert run(*arguments("streams purge", ("ORDERS", "--yes"))).code == 0
     with pytest.raises(AssertionError, match=r"STREAM\.PURGE\.ORDERS"):
-        require_only_reading("streams purge", server.asked())
+        require_only_reading("streams purge", [each for each in server.asked() if "audit" not in each.subject])
     assert server.held() != before

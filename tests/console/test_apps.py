@@ -52,7 +52,7 @@ def catalogue(config: Config) -> App:
 
 async def test_it_shows_what_the_code_declares(console: Served, catalogue: App, nats_server: NatsServer) -> None:
     async with harness(catalogue, server=nats_server.url), console.client(READER) as client:
-        page = await shown(client, PAGE, "catalogue AsyncAPI document")
+        page = await shown(client, PAGE, "AsyncAPI document as a worker recorded it")
         found = await client.get(f"{PAGE}?as=asyncapi")
         missing = await client.get("/apps/other")
     assert "agent index publishes to indexed" in page
@@ -99,15 +99,15 @@ async def test_outputs_and_causes_lead_to_each_other(
     async with harness(catalogue, server=nats_server.url) as t, console.client() as client:
         await publish(catalogue, 3, 1, 2, payload=FIELD)
         await t.settle()
-        await shown(client, PAGE, "catalogue AsyncAPI document")
+        await shown(client, PAGE, "AsyncAPI document As a worker")
         cause = await client.get("/notification?name=mars@2")
         none = text_of((await client.get("/notification?name=mars@1")).text)
         output = await client.get("/notification?name=INDEXED@1")
         monkeypatch.setattr(story, "MAX_SCANNED", 1)
         cut = text_of((await client.get("/notification?name=mars@2")).text)
     assert re.findall(r'href="/notification\?name=(INDEXED[^"]*)"', cause.text) == ["INDEXED%401"]
-    assert "INDEXED@1 catalogue/index indexed." in text_of(cause.text)
-    assert "Nothing is found in the streams to which" in none
+    assert "catalogue/index published INDEXED@1 while it handled it: indexed." in text_of(cause.text)
+    assert "INDEXED" not in none
     assert 'href="/notification?name=MARS%402"' in output.text
     assert "1 notifications since then were looked at, and there may be more." in cut
 
@@ -126,8 +126,10 @@ async def test_an_output_with_a_message_id_of_its_author_is_found_by_its_trace(
             ]
         )
         await t.settle()
-        await shown(client, PAGE, "catalogue AsyncAPI document")
-        page = await shown(client, "/notification?name=mars@1", "INDEXED@1 not known, in the same trace indexed.")
+        await shown(client, PAGE, "AsyncAPI document As a worker")
+        page = await shown(
+            client, "/notification?name=mars@1", "somebody published INDEXED@1 in the same trace: indexed."
+        )
     assert "INDEXED@2" not in page
 
 
@@ -141,7 +143,7 @@ async def test_outputs_that_are_not_recorded_are_said_to_be_unknown(
         async def read() -> str:
             return text_of((await client.get("/notification?name=mars@1")).text)
 
-        await shown(client, "/agents", "3 of 3 agents.")
+        await shown(client, "/agents", "field-index/index")
         bucket = await consumer_records.bucket(console.admin, "field-index")
         with anyio.fail_after(PATIENCE_SECONDS):
             while "What the agents of field-index publish is not recorded." not in await read():

@@ -43,7 +43,7 @@ SHOWN = {
     "/apps": "blocks, report",
     "/apps/field-index": "Last deploys",
     "/doctor": "checks passed",
-    "/audit": "pause-timer",
+    "/audit": "Pause timer",
     "/settings": "notification_backend",
 }
 """What each page shows, if that may be read."""

@@ -115,6 +115,8 @@ async def test_a_client_reads_what_the_pages_show(console: Served, app: App, run
     assert found["dead_letter"]["found"]["error"] == "ValueError: no such field <b>3</b>"
     assert SECRET in found["dead_letter"]["found"]["original"]["data"]
     assert SECRET in found["notification"]["story"]["message"]["data"]
+    assert found["notification"]["story"]["sentence"].startswith("Not handled by field-index/fails: it is dead")
+    assert found["notification"]["story"]["events"][0]["told"] == "published it"
     fates = {fate["agent"]: fate["state"] for fate in found["notification"]["story"]["fates"]}
     assert fates == {"fails": "dead letter", "index": "handled", "blocks": "blocked"}
     assert found["timers"]["timers"][0]["timer"] == "report"
@@ -144,7 +146,7 @@ async def test_a_user_without_the_right_gets_no_payload_and_nobody_a_secret(
         ("agent", {"app": "field-index"}, "agent needs app, agent, and takes nothing besides"),
         ("agents", {"nme": "x"}, "agents needs nothing, and takes q, app, state, order besides"),
         ("dead_letter", {"app": "field-index", "sequence": "many"}, "'many' is no number"),
-        ("dead_letters", {"since": "yesterday"}, "since"),
+        ("dead_letters", {"since": "noon"}, "since"),
     ],
 )
 async def test_what_a_tool_cannot_show_it_says_as_an_error(

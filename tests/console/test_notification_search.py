@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from aviso_workers import App
 from aviso_workers.ops import aviso_admin, inventory
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, publish, shown, text_of
+from tests.contract.settings import mars
 
 pytestmark = pytest.mark.anyio
 
@@ -19,12 +21,27 @@ async def test_the_newest_with_the_values_are_listed_and_lead_to_what_became_of_
 ) -> None:
     await publish(app, 1, 2, 1, 2)
     async with console.client() as client:
-        page = await shown(client, "/notification?name=mars+class%3Dod+step%3D1", "2 notifications.")
+        page = await shown(client, "/notification?name=mars+class%3Dod+step%3D1", "2 notifications")
         assert page.index("MARS@3") < page.index("MARS@1"), "the newest is the first"
         assert "MARS@2" not in page
-        await shown(client, "/notification?name=mars", "4 notifications.")
+        await shown(client, "/notification?name=mars", "4 notifications")
         await shown(client, "/notification?name=mars+step%3D9", "No stored notification has these values.")
-        await shown(client, "/notification?name=MARS%403", "At each agent of the stream")
+        await shown(client, "/notification?name=MARS%403", "At each agent")
+
+
+async def test_what_is_to_be_stored_later_is_listed_and_says_when(console: Served, app: App, running: Harness) -> None:
+    await app.notify("mars", mars(step=9), {}, deliver_at=datetime(2040, 1, 2, 12, tzinfo=UTC), message_id="forecast-9")
+    async with console.client() as client:
+        page = await shown(client, "/notification?name=mars+step%3D9", "To be stored later", "2040-01-02T12:00:00Z")
+        assert "No stored notification has these values." in page
+        await shown(
+            client,
+            "/notification?name=MARS%40delayed%3Aforecast-9",
+            "Not given to field-index/blocks and 2 more yet: it is stored in MARS at 2040-01-02 12:00:00",
+            "now field-index/blocks and 2 more waits until it is due",
+        )
+        absent = await client.get("/notification?name=MARS%40delayed%3Aforecast-8")
+    assert absent.status_code == 404
 
 
 @pytest.mark.parametrize(

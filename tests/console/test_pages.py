@@ -101,7 +101,7 @@ async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app
         page = await shown(client, "/dead-letters", "3 of 3 dead letters.")
         other = await shown(client, "/dead-letters?agent=index", "0 of 3 dead letters.")
         await shown(client, "/agents?q=fails", "3 (3 of 24 h)")
-        mistaken = await client.get("/dead-letters?since=yesterday")
+        mistaken = await client.get("/dead-letters?since=noon")
         not_a_number = await client.get("/dead-letters?sequence=1.5")
     assert "3 field-index/fails attempts_exhausted ValueError" in page
     assert "No dead letter matches." in other
@@ -163,16 +163,26 @@ async def test_dead_letters_need_somebody_although_their_agent_is_idle(
 async def test_a_notification_says_what_became_of_it_at_each_agent(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4)
     async with console.client() as client:
-        await shown(client, "/agents?state=blocked", "1 of 3 agents.")
-        page = await shown(client, "/notification?name=mars@1", "field-index/fails dead letter")
+        await shown(client, "/notification?name=mars@1", "blocked field-index/blocks")
+        page = await shown(client, "/notification?name=mars@1", "dead letter field-index/fails Dead letter 1, ")
         behind = await shown(
-            client, "/notification?name=mars@2", "field-index/blocks waits behind MARS@1 of the same key, "
+            client, "/notification?name=mars@2", "Waits at field-index/blocks behind MARS@1 of the same key, "
         )
         missing = await client.get("/notification?name=mars@77")
-    assert "field-index/index handled everything up to 2 is settled" in page
-    assert "field-index/blocks blocked failed " in page
-    assert "step 3" in page, "its identifier"
-    assert "field-index/fails handled" in behind
+        may = (await client.get("/notification?name=mars@1")).text
+    async with console.client(READER) as client:
+        may_not = (await client.get("/notification?name=mars@1")).text
+    assert re.findall(r'action="/actions/([^"]*)"|>(Decide …)<', may) == [
+        ("", "Decide …"),
+        ("retry-dead-letters", ""),
+        ("drop-dead-letters", ""),
+    ]
+    assert re.findall(r'action="/actions/([^"]*)"|>(Decide …)<', may_not) == []
+    assert "published it" in may_not
+    assert "handled field-index/index Everything up to 2 is settled" in page
+    assert "blocked field-index/blocks Has failed " in page
+    assert "step=3" in page, "its identifier"
+    assert "handled field-index/fails" in behind
     assert missing.status_code == 404
 
 
@@ -184,8 +194,8 @@ async def test_a_notification_says_where_it_comes_from(console: Served, app: App
     await app.notify_many([by_agent, of_spark])
     async with console.client() as client:
         await shown(client, "/notification?name=mars@1", "trace 4bf92f3577b34da6a3ce929d0e0e4736")
-        made = await shown(client, "/notification?name=mars@2", "published by field-index/index , while it handled")
-        await shown(client, "/notification?name=mars@3", "published by the Spark application local/app-20261120")
+        made = await shown(client, "/notification?name=mars@2", "field-index/index published it while it handled")
+        await shown(client, "/notification?name=mars@3", "the Spark application local/app-20261120 published it")
     assert "MARS@1" in made
 
 
@@ -375,7 +385,7 @@ async def test_a_lost_consumer_needs_somebody(console: Served, app: App, nats_se
     async with console.client() as client:
         async with app.running():
             await publish(app, 1)
-            await shown(client, "/notification?name=mars@1", "field-index/index handled")
+            await shown(client, "/notification?name=mars@1", "handled field-index/index")
         await console.admin.delete_consumer("MARS", "field-index__index")
         await shown(
             client, "/", "a worker makes it again, after sequence 1; the last one of MARS is 1", "consumer gone"

@@ -105,7 +105,9 @@ OF_HEADERS: dict[str, Callable[[Message], object]] = {
     "whether it is wanted": lambda message: [each.matches(message) for each in READERS],
     "a dead letter": lambda message: dead_letter_records.DeadLetter.read(message, "field"),
     "a retry": dead_letter_records.unwrap,
+    "what was handed back": lambda message: dead_letter_records.handed_back(message, "field"),
     "what is due": delayed_messages.original,
+    "when it is due": delayed_messages.due_at,
     "a compressed retry": lambda message: dead_letter_records.unwrap(dead_letter_records.compressed(message)),
 }
 OF_JSON: dict[str, tuple[bytes, type]] = {

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import aclosing
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from aviso_workers import App, Notification, Notify, RetryPolicy, Unavailable, Window, Windowing
+from aviso_workers.aviso.literals import time_text
+from aviso_workers.aviso.positions import Position
 from aviso_workers.errors import NotFoundError
 from aviso_workers.events import Events
-from aviso_workers.ops import agent_control, agent_report, audit, snapshots, story
+from aviso_workers.ops import agent_control, agent_report, audit, aviso_admin, maintenance, snapshots, story
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.audit import Audit, Operator
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
+from aviso_workers.ops.story import Story
 from aviso_workers.server import NatsServer
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
@@ -36,13 +41,34 @@ def app(nats_server: NatsServer) -> App:
     return App("field", config=app_config("jetstream", nats_server.url))
 
 
-async def fates(app: App, name: str) -> dict[str, tuple[str, str]]:
-    """What has become of a notification, by agent."""
+async def told(app: App, name: str) -> Story:
+    """The story of a notification."""
     admin = app.session.admin
     before, now = await snapshots.take(admin), await snapshots.take(admin)
     agents = await agent_report.of_server(admin, app.config, now, before)
-    told = await story.of(admin, app.config, name, agents, now)
-    return {each.agent: (each.state, each.why) for each in told.fates}
+    return await story.of(admin, app.config, name, agents, now)
+
+
+async def fates(app: App, name: str) -> dict[str, tuple[str, str]]:
+    """What has become of a notification, by agent."""
+    found = (await told(app, name)).fates
+    return {each.agent: (each.state, ": ".join(filter(None, (each.why, each.error)))) for each in found}
+
+
+async def reported(app: App, server: NatsServer, name: str) -> tuple[list[str], Any]:
+    """The lines of `report notification`, and its JSON."""
+    config = str(app_config("jetstream", server.url))
+    command = [sys.executable, "-m", "aviso_workers", "report", "notification", name, "--config", config]
+    text, document = [(await anyio.run_process([*command, *more])).stdout.decode() for more in ([], ["--json"])]
+    return text.splitlines(), msgspec.json.decode(document)
+
+
+def happened(of: Story) -> list[tuple[str, str]]:
+    """Whose each event is, and what they did; checked to be in order of time, with what it waits for at the end."""
+    known = [each.time for each in of.events if each.time is not None]
+    assert known == sorted(known)
+    assert [each.time for each in of.events][: len(known)] == known
+    return [(each.whose, each.told) for each in of.events]
 
 
 async def until(app: App, name: str, agent: str, state: str) -> str:
@@ -87,11 +113,39 @@ async def test_what_is_handled_waits_and_is_not_for_an_agent(app: App) -> None:
     async with app.running():
         assert "no dead letter of it is kept" in await until(app, "mars@1", "index", "handled")
         assert "it reads mars.rd." in await until(app, "mars@1", "research", "not for it")
-        assert (await until(app, "mars@1", "alert", "settled")).startswith("its consumer begins at 2: ")
+        assert (await until(app, "mars@1", "alert", "settled")).startswith(
+            "it is older than the agent's consumer, which begins at 2: "
+        )
+        found = await told(app, "mars@1")
+        assert found.sentence.startswith("Handled or passed over by field/alert: it is older than ")
+        assert (found.also, found.tone) == ("Handled at field/index.", ""), "no green where something is not known"
+        assert happened(found) == [("a publisher", "published it")]
         await agent_control.pause(app.session.admin, AgentConsumer(app="field", agent="index", stream="MARS"))
         await publish(app, 2)
         assert "the agent is paused: until it is resumed" in await until(app, "mars@2", "index", "waits")
         await until(app, "mars@2", "alert", "handled")
+        found = await told(app, "mars@2")
+        assert found.sentence.startswith("Waits at field/index: it has come to 1, 1 wait; the agent is paused")
+        assert (found.also, found.tone, found.fates[1].cure) == ("Handled at field/alert.", "warn", "resume")
+        assert happened(found)[-1] == ("field/index", "waits to be delivered")
+
+
+async def test_what_all_agents_have_handled_is_said_in_a_sentence(app: App) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    @app.agent("mars")
+    async def plots(notification: Notification[Any]) -> None: ...
+
+    @app.agent("mars", where={"class": "rd"})
+    async def research(notification: Notification[Any]) -> None: ...
+
+    async with app.running():
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "handled")
+        await until(app, "mars@1", "plots", "handled")
+        found = await told(app, "mars@1")
+        assert (found.sentence, found.also, found.tone) == ("Handled by all 2 agents that read it.", "", "good")
 
 
 async def test_what_is_blocked_and_what_waits_behind_it(app: App) -> None:
@@ -104,6 +158,10 @@ async def test_what_is_blocked_and_what_waits_behind_it(app: App) -> None:
         assert "ValueError: no such field" in await until(app, "mars@1", "index", "blocked")
         behind = await until(app, "mars@2", "index", "waits behind")
         assert behind == "MARS@1 of the same key, od, at which the agent is blocked: ValueError: no such field"
+        found = await told(app, "mars@2")
+        said = "Waits at field/index behind MARS@1 of the same key, od, at which the agent is blocked."
+        assert (found.sentence, found.tone, found.fates[0].cure) == (said, "warn", "decide")
+        assert happened(found) == [("a publisher", "published it"), ("field/index", "waits behind it")]
 
 
 async def test_what_is_tried_again(app: App) -> None:
@@ -113,7 +171,9 @@ async def test_what_is_tried_again(app: App) -> None:
 
     async with app.running():
         await publish(app, 1)
-        assert await until(app, "mars@1", "index", "retrying") == "failed 1 times: ValueError: no such field"
+        why = await until(app, "mars@1", "index", "retrying")
+        assert why.startswith("has failed 1 time, and is tried again at 20")
+        assert why.endswith("Z: ValueError: no such field")
 
 
 async def test_what_waits_for_what_is_away(app: App) -> None:
@@ -124,10 +184,10 @@ async def test_what_waits_for_what_is_away(app: App) -> None:
     async with app.running():
         await publish(app, 1)
         why = await until(app, "mars@1", "index", "away")
-        assert why == "what the agent needs is away: Unavailable: the archive is maintained; no attempt is used"
+        assert why == "what the agent needs is away, and no attempt is used: Unavailable: the archive is maintained"
 
 
-async def test_a_dead_letter_is_handed_back_and_handled_or_dead_again(app: App) -> None:
+async def test_a_dead_letter_is_handed_back_and_handled_or_dead_again(app: App, nats_server: NatsServer) -> None:
     broken = Broken()
 
     @app.agent("mars", retry=RetryPolicy(attempts=1))
@@ -139,9 +199,12 @@ async def test_a_dead_letter_is_handed_back_and_handled_or_dead_again(app: App) 
     async with app.running():
         await publish(app, 1)
         first = await until(app, "mars@1", "index", "dead letter")
-        assert first == "1: attempts_exhausted after 1 attempts: ValueError: no such field"
+        assert first == "dead letter 1, attempts_exhausted after 1 attempt: ValueError: no such field"
+        found = await told(app, "mars@1")
+        assert found.sentence == f"Not handled by field/index: it is {first.partition(':')[0]}."
+        assert (found.tone, found.events[-1].dead_letter) == ("bad", ("field", 1))
         await letters(app)
-        assert (await until(app, "mars@1", "index", "dead letter")).startswith("again, 2: ")
+        assert (await until(app, "mars@1", "index", "dead letter")).startswith("dead letter 2 again, ")
         await agent_control.pause(app.session.admin, agent)
         await letters(app)
         waits = await until(app, "mars@1", "index", "handed back")
@@ -150,6 +213,23 @@ async def test_a_dead_letter_is_handed_back_and_handled_or_dead_again(app: App) 
         await agent_control.resume(app.session.admin, agent)
         handled = await until(app, "mars@1", "index", "handled")
         assert handled.endswith(f" by {ANNA}, and settled since; it has not become a dead letter again")
+        found = await told(app, "mars@1")
+        assert (found.sentence, found.tone) == ("Handled by field/index, which alone reads it.", "good")
+        assert happened(found) == [
+            ("a publisher", "published it"),
+            ("field/index", "made it dead letter 1: attempts_exhausted after 1 attempt"),
+            (ANNA, "handed dead letter 1 back to field/index"),
+            ("field/index", "made it dead letter 2: attempts_exhausted after 1 attempt"),
+            (ANNA, "handed dead letter 2 back to field/index"),
+        ]
+        assert [each.dead_letter for each in found.events] == [None] * 5, "none of them is kept any more"
+        lines, document = await reported(app, nats_server, "mars@1")
+        assert lines[1] == document["sentence"] == found.sentence
+        assert [(each["whose"], each["told"]) for each in document["events"]] == happened(found)
+        assert document["events"][1]["error"] == "ValueError: no such field"
+        assert [line.split()[1:5] for line in lines if "handed dead letter 2" in line] == [
+            [ANNA, "handed", "dead", "letter"]
+        ]
 
 
 async def test_a_dead_letter_that_was_erased_is_not_handled(app: App) -> None:
@@ -163,7 +243,10 @@ async def test_a_dead_letter_that_was_erased_is_not_handled(app: App) -> None:
         await until(app, "mars@1", "index", "dead letter")
         await letters(app, erase=True)
         assert "its dead letter 1 was erased at 20" in await until(app, "mars@1", "index", "erased")
-        assert (await fates(app, "mars@1"))["index"][1].endswith(f" by {ANNA}")
+        found = await told(app, "mars@1")
+        assert found.sentence.startswith("Never handled by field/index: its dead letter 1 was erased at 20")
+        assert found.sentence.endswith(f" by {ANNA}.")
+        assert (found.tone, happened(found)[-1]) == ("gone", (ANNA, "erased dead letter 1 of field/index"))
         await until(app, "mars@2", "index", "handled")
 
 
@@ -199,6 +282,60 @@ async def test_a_dead_letter_whose_erasing_cannot_be_recorded_stays(app: App, mo
         await until(app, "mars@1", "index", "dead letter")
 
 
+async def test_what_waits_to_be_stored_later_is_found_by_its_values_and_named_by_its_message_id(
+    app: App, nats_server: NatsServer
+) -> None:
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None: ...
+
+    @app.agent("mars", where={"class": "rd"})
+    async def research(notification: Notification[Any]) -> None: ...
+
+    async with app.running():
+        due = datetime.now(UTC) + timedelta(hours=2)
+        await app.notify("mars", mars(step=6), {}, deliver_at=due, message_id="forecast 6")
+        await app.notify("mars", mars(step=7), {}, deliver_at=due, message_id="forecast 7")
+        search = await aviso_admin.search(app.session.admin, app.config, "mars step=6")
+        (waits,) = search.delayed
+        assert (search.count, search.unsure, waits.name, waits.due) == (0, "", "MARS@delayed:forecast 6", due)
+        why = await until(app, waits.name, "index", "delayed")
+        assert why == f"it is stored in MARS at {time_text(due)}, and not before"
+        found = await told(app, "mars@delayed:forecast 6")
+        assert (found.sentence, found.tone) == (f"Not given to field/index yet: {why}.", "warn")
+        assert (found.identifier["step"], found.fates[1].state) == ("6", "not for it")
+        lines, document = await reported(app, nats_server, waits.name)
+        assert (lines[1], document["name"]) == (found.sentence, waits.name)
+        assert happened(found) == [("a publisher", "published it"), ("field/index", "waits until it is due")]
+        with pytest.raises(NotFoundError, match="it was stored, was cancelled, or was never published"):
+            await told(app, "mars@delayed:forecast 8")
+
+
+async def test_one_that_a_newer_one_of_its_subject_has_replaced_says_which(app: App, nats_server: NatsServer) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such field")
+
+    @app.agent("mars")
+    async def plots(notification: Notification[Any]) -> None: ...
+
+    @app.agent("mars")
+    async def archive(notification: Notification[Any]) -> None: ...
+
+    async with app.running():
+        await agent_control.pause(app.session.admin, AgentConsumer(app="field", agent="archive", stream="MARS"))
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "dead letter")
+        await until(app, "mars@1", "plots", "handled")
+        await publish(app, 1)
+        replaced = "MARS@2, a newer one of its subject, has taken its place: the stream keeps 1"
+        assert await until(app, "mars@1", "archive", "never given") == replaced
+        assert (await fates(app, "mars@1"))["plots"][0] == "settled", "it may have been passed over"
+        found = await told(app, "mars@1")
+        assert (found.absent, found.identifier["step"]) == (replaced, "1"), "as its dead letter has it"
+        assert (await reported(app, nats_server, "mars@1"))[1]["absent"] == replaced
+        assert found.sentence.startswith("Not handled by field/index: it is dead letter 1, ")
+
+
 async def test_what_counts_in_a_window(app: App) -> None:
     hourly = Windowing[int, Any](
         size="1h", fold=lambda total, _: total + 1, initial=0, time=lambda _: datetime.now(UTC)
@@ -223,7 +360,49 @@ async def test_what_counts_in_a_window(app: App) -> None:
 async def test_what_is_not_stored_says_why_as_far_as_that_is_known(app: App, name: str, why: str) -> None:
     async with app:
         await publish(app, 1, 2, 3, 3)  # the last one replaces the one before, of its subject
-        await app.session.admin.delete_message("MARS", 1)
+        await app.session.admin.purge_stream("MARS", subject=(await told(app, "mars@1")).message.subject)
         with pytest.raises(NotFoundError) as raised:
             await fates(app, name)
     assert why in str(raised.value)
+
+
+async def test_what_an_agent_was_reset_past_is_passed_over(app: App) -> None:
+    @app.agent("mars", concurrency=1)
+    async def index(notification: Notification[Any]) -> None: ...
+
+    agent = AgentConsumer(app="field", agent="index", stream="MARS")
+    async with app.running():
+        admin = app.session.admin
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "handled")
+        await agent_control.pause(admin, agent)
+        await publish(app, 2, 3)
+        await reset(app, agent, to=4)
+        passed = await until(app, "mars@2", "index", "passed over")
+        assert passed.startswith(f"its consumer was reset past it by {ANNA}, by command at 20")
+        assert (await fates(app, "mars@1"))["index"][0] == "handled", "it was settled before"
+        assert (f"{ANNA}, by command", "reset field/index past it") in happened(await told(app, "mars@2"))
+        await reset(app, agent, to=2)
+        await agent_control.resume(admin, agent)
+        await until(app, "mars@3", "index", "handled")
+
+
+async def reset(app: App, agent: AgentConsumer, *, to: int) -> None:
+    admin = app.session.admin
+    plan = await agent_control.plan_reset(admin, agent, Position(sequence=to))
+    async with Audit(admin, app.config, warn=pytest.fail).recorded(ANNA, "reset-agent", agent.name) as result:
+        await agent_control.reset(admin, plan)
+        result.affected = plan.affected
+
+
+async def test_what_was_purged_says_by_whom(app: App) -> None:
+    async with app:
+        admin = app.session.admin
+        await publish(app, 1, 2)
+        plan = await maintenance.plan_purge(admin, "MARS", before=2)
+        async with Audit(admin, app.config, warn=pytest.fail).recorded(ANNA, "purge-stream", "MARS") as result:
+            await maintenance.purge(admin, plan)
+            result.affected = await maintenance.purged(admin, plan)
+        with pytest.raises(NotFoundError, match=f"it is not stored any more: purged by {ANNA}, by command at 20"):
+            await fates(app, "mars@1")
+        assert (await told(app, "mars@2")).message.sequence == 2
