@@ -26,6 +26,58 @@ class ReadAgain(Struct):
     """The last sequence of the stream and the number of its messages, when it was last looked at."""
 
 
+class CameTo(Struct, frozen=True, kw_only=True):
+    """What has become of the dead letters that a job has handed back."""
+
+    of: int
+    """How many it has handed back."""
+    again: int
+    """How many are dead letters again, as far as the dead letters were read."""
+    waits: int
+    """How many at most wait for their agents, or are in flight."""
+    windows: int
+    """How many are windows, whose next dead letter does not name the one before."""
+    unsure: str
+    """Why it is not known of the others what has become of them; empty where it is."""
+
+    @property
+    def handled(self) -> int | None:
+        """How many are handled; None where that is not known."""
+        return None if self.unsure else self.of - self.again - self.waits - self.windows
+
+    @property
+    def ended(self) -> int:
+        """How many came to an end."""
+        return self.again + (self.handled or 0)
+
+    @property
+    def text(self) -> str:
+        """The same in a sentence without its full stop."""
+        if self.unsure:
+            known = f"at least {self.again:,} are dead letters again, and " if self.again else ""
+            text = f"{known}it is not known how many of {self.of:,} are handled: {self.unsure}"
+            return text[0].upper() + text[1:]
+        others = (
+            f"{self.again:,} {'are dead letters' if self.again > 1 else 'is a dead letter'} again"
+            if self.again
+            else "",
+            f"{self.waits:,} {'wait for their agents' if self.waits > 1 else 'waits for its agent'}"
+            if self.waits
+            else "",
+            f"of {self.windows:,} windows it is not known" if self.windows else "",
+        )
+        told = ", and ".join(filter(None, others))
+        return f"{self.handled:,} of {self.of:,} are handled" + (f"; {told}" if told else "")
+
+
+class Told(Struct, frozen=True, kw_only=True):
+    """How a job is: a word, its tone as the class of a style, and a sentence without its full stop."""
+
+    word: str
+    tone: str
+    text: str
+
+
 class Job(Struct, kw_only=True):
     """An action on many dead letters."""
 
@@ -75,10 +127,43 @@ class Job(Struct, kw_only=True):
         """Whether the dead letters are retried, and not erased."""
         return self.right == "retry"
 
+    def came_to_so_far(self, waiting: int, unsure: str) -> CameTo:
+        """Return what has become of those that are handed back, where their agents have so many `waiting`."""
+        again = min(self.done, sum(read.failed for read in self.read.values()))
+        windows = min(self.windows, self.done - again)
+        waits = min(waiting, self.done - again - windows)
+        return CameTo(of=self.done, again=again, waits=waits, windows=windows, unsure=unsure)
+
+    def told(self, came: CameTo | None) -> Told:
+        """Return how it is, with what has become of those that it has handed back."""
+        if not self.ended:
+            text = f"{self.done:,} of {self.total:,} are {self.does} so far"
+            return Told(word="runs", tone="good", text=text)
+        text = came.text if came else self.came_to
+        if self.state == "failed":
+            return Told(word="failed", tone="bad", text=text)
+        if came is None:
+            return Told(word=self.state, tone="good" if self.state == "done" else "", text=text)
+        if came.unsure:
+            return Told(word="not known", tone="", text=text)
+        if came.waits:
+            return Told(word="waits", tone="warn", text=text)
+        if came.again:
+            return Told(word="failed again", tone="bad", text=text)
+        return Told(word=self.state, tone="" if came.windows else "good", text=text)
+
     @property
-    def failed_again(self) -> int:
-        """How many of those that are handed back are dead letters again, as far as the dead letters were read."""
-        return sum(read.failed for read in self.read.values())
+    def chosen_by(self) -> dict[str, str]:
+        """The filter that has selected the dead letters."""
+        return {name: text for name, text in self.selection.items() if name not in ("last", "rate", "why")}
+
+    @property
+    def noun(self) -> str:
+        return "Retry" if self.hands_back else "Erasure"
+
+    @property
+    def does(self) -> str:
+        return "handed back" if self.hands_back else "erased"
 
     @property
     def done(self) -> int:
@@ -103,5 +188,4 @@ class Job(Struct, kw_only=True):
         else:
             why = "were not there any more, because somebody else has retried or erased them"
         others = f"; {len(self.left)} {why}" if self.left else ""
-        does = "handed back" if self.hands_back else "erased"
-        return f"{self.done} of {self.total} {does}{others}" + (f"; {self.failures[0]}" if self.failures else "")
+        return f"{self.done} of {self.total} {self.does}{others}" + (f"; {self.failures[0]}" if self.failures else "")

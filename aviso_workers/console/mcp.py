@@ -31,7 +31,7 @@ MAX_ITEMS = 200
 """Of a list."""
 MAX_CHARACTERS = 400_000
 """Where a result has more, whoever asks is told to ask for less."""
-NOT_SHOWN = {"overview", "config", "jobs", "State", "stored", "answer"}
+NOT_SHOWN = {"overview", "config", "jobs", "State", "stored", "answer", "seen"}
 """What only templates need, with the whole configuration, and where the values that a page shows come from."""
 COUNTS = ("in_flight", "at_once", "retrying", "handled_rate", "catches_up_seconds", "dead_letters_of_a_day")
 """What lists show of an agent beside its row."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from datetime import datetime
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.schema import topic_of
 from aviso_workers.config import display
 from aviso_workers.console import dead_letters, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
+from aviso_workers.console.dead_letters import Listed
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.console.shown import part_of
 from aviso_workers.errors import BackendError, NotFoundError
@@ -30,6 +31,10 @@ from aviso_workers.state.timer_requests import Run
 SHOWN_ACTIONS = 200
 MOST_CAUSES = 5
 """Of how many agents the page Now names the dead letters of the last day."""
+SHOWN_JOBS = 10
+MOST_COLUMNS = 8
+ONE_CAUSE = {"app", "agent", "reason", "line"}
+"""The filters that select one cause, where one is found."""
 NEARLY_FULL = 0.9
 DOCTOR_SECONDS = 1.0
 
@@ -248,14 +253,32 @@ async def agent(question: Question) -> Page:
 
 
 async def all_dead_letters(question: Question) -> Page:
-    """The dead letters that a filter selects: in groups, and the newest of them."""
-    found = await question.actions.dead_letters.of(question.query)
+    """The dead letters that a filter selects: by cause, and the newest of them."""
+    overview, actions = await question.overview(), question.actions
+    found = await actions.dead_letters.of(question.query, overview.config, now=overview.time)
+    filters = {name: text for name in dead_letters.FILTERS if (text := question.asked(name))}
+    rows = part_of(found.newest, question.asked("page"), dead_letters.SHOWN)
+    jobs = actions.jobs[:SHOWN_JOBS]
+    came_to = await dead_letters.came_to(actions.admin, *jobs)
     values = {
-        "found": found,
-        "last": found.newest[0].stored.timestamp_ns if found.newest else 0,
-        "jobs": question.actions.jobs,
+        "overview": overview,
+        "found": structs.replace(found, newest=[]),
+        "newest": rows,
+        "columns": _columns(rows.rows),
+        "filters": filters,
+        "jobs": [(job, job.told(came_to.get(job.number))) for job in jobs],
+        "time": datetime.now(UTC),
     }
+    if len(found.causes) == 1 and filters.keys() >= ONE_CAUSE:
+        return Page("cause.html", f"{found.causes[0].error:.100}", {**values, "cause": found.causes[0]})
     return Page("dead_letters.html", "Dead letters", values)
+
+
+def _columns(rows: Sequence[Listed]) -> list[tuple[str, bool]]:
+    """Return the fields of the identifiers, as many as fit, and whether the values of a field differ."""
+    names = dict.fromkeys(name for row in rows for name in row.identifier)
+    found = [(name, len({row.identifier.get(name) for row in rows}) > 1) for name in names]
+    return found[:MOST_COLUMNS]
 
 
 async def dead_letter(question: Question) -> Page:
@@ -268,8 +291,9 @@ async def dead_letter(question: Question) -> Page:
 async def job(question: Question) -> Page:
     """An action on many dead letters, as it goes on."""
     found = question.actions.job(_number(question, "number"))
-    again = await dead_letters.failed_again(question.actions.admin, found) if found.agents and found.hands_back else ""
-    return Page("job.html", f"Job {found.number}", {"job": found, "again": again}, live=True)
+    came = (await dead_letters.came_to(question.actions.admin, found)).get(found.number)
+    values = {"job": found, "came": came, "told": found.told(came), "time": datetime.now(UTC)}
+    return Page("job.html", f"{found.noun} of {found.total:,}", values, live=True)
 
 
 async def notification(question: Question) -> Page:
