@@ -378,6 +378,7 @@ async def streams(question: Question) -> Page:
         for config in (question.actions.config, overview.config)
     )
     values = {
+        "overview": overview,
         "streams": shown,
         "denied": overview.snapshot.denied.text("streams", "consumers"),
         "left_out": len(overview.streams) - len(shown),
@@ -393,7 +394,7 @@ async def spark(question: Question) -> Page:
     """The Spark applications that notifications tell of."""
     overview = await question.overview()
     runs, stream = await spark_applications.newest(question.actions.admin, overview.config)
-    return Page("spark.html", "Spark", {"runs": runs, "stream": stream})
+    return Page("spark.html", "Spark", {"runs": runs, "stream": stream, "overview": overview})
 
 
 async def apps(question: Question) -> Page:

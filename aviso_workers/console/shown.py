@@ -57,14 +57,14 @@ def when(context: Context, value: datetime | None, now: datetime | None = None) 
     """Return a moment as HTML, with the whole time in its title: `3 min ago`, or the time itself where the reader wants
     exact times, or `now` is not given.
     """
-    is_exact = now is None or context.resolve("exact")
+    is_exact = now is None or context.get("exact")
     return _moment(value, time(value) if is_exact or now is None else f"{ago(value, now)} ago")
 
 
 @pass_context
 def lasting(context: Context, since: datetime | None, now: datetime) -> Markup:
     """Return since when something is so, as `for 3 min`, or with the time itself where the reader wants exact times."""
-    return _moment(since, f"since {time(since)}" if context.resolve("exact") else f"for {ago(since, now)}")
+    return _moment(since, f"since {time(since)}" if context.get("exact") else f"for {ago(since, now)}")
 
 
 def _moment(value: datetime | None, text: str) -> Markup:
@@ -131,6 +131,11 @@ def commands(text: str) -> Markup:
     return Markup(BACKTICKS.sub(shown, str(escape(text))))
 
 
+def capital(text: str) -> str:
+    """Return a text as the begin of a sentence."""
+    return text[:1].upper() + text[1:]
+
+
 def pairs(value: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {each}" for name, each in value.items())
 
@@ -185,6 +190,7 @@ FILTERS = {
     "part": part,
     "body": body,
     "commands": commands,
+    "capital": capital,
     "pairs": pairs,
     "first_of_each": first_of_each,
     "sparkline": sparkline,
