@@ -22,11 +22,11 @@ MOST_VALUES, MOST_NAMED = 1000, 3
 """How many values of a field are counted, and how many are named."""
 MOST_DIGITS = 18
 TOLD = {
-    "attempts_exhausted": "failed for {}, in all attempts",
-    "rejected": "rejected {}",
-    "skipped": "was made to skip {}",
-    "undecodable": "could not read {}",
-    "worker_died": "ended its worker while it handled {}",
+    "attempts_exhausted": "failed for {}{}, in all attempts",
+    "rejected": "rejected {}{}",
+    "skipped": "was made to skip {}, which failed{}",
+    "undecodable": "could not read {}{}",
+    "worker_died": "ended its worker while it handled {}{}",
 }
 """By reason, what an agent did."""
 
@@ -102,8 +102,8 @@ class Cause(Struct, kw_only=True):
 
     def told(self, what: str) -> str:
         """Return what the agent did with them, which are called so."""
-        did = TOLD.get(self.group.reason, f"gave up {{}} ({self.group.reason})").format(what)
-        return f"{did} at {self.group.at}" if self.group.at else did
+        did = TOLD.get(self.group.reason, f"gave up {{}} ({self.group.reason}){{}}")
+        return did.format(what, f" at {self.group.at}" if self.group.at else "")
 
 
 class Identifiers:

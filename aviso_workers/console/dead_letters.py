@@ -341,6 +341,7 @@ async def _look(admin: Admin, job: Job, app: str) -> None:
                 read.to = message.sequence
                 retried = (message.headers or {}).get(dead_letter_records.RETRIED, "")
                 read.failed += retried.partition(".")[0] in handed_back
+                read.most = max(read.most, read.failed)
         read.to = info.last_sequence
 
 

@@ -20,6 +20,8 @@ class ReadAgain(Struct):
 
     failed: int = 0
     """How many of those that are handed back are."""
+    most: int = 0
+    """How many were, whenever it was looked at: some may be retried or erased once more."""
     to: int = 0
     """The sequence up to which they were read."""
     seen: tuple[int, int] = (0, 0)
@@ -32,7 +34,9 @@ class CameTo(Struct, frozen=True, kw_only=True):
     of: int
     """How many it has handed back."""
     again: int
-    """How many are dead letters again, as far as the dead letters were read."""
+    """How many became dead letters again, as far as the dead letters were read."""
+    still: int
+    """How many of these are dead letters now."""
     waits: int
     """How many at most wait for their agents, or are in flight."""
     windows: int
@@ -53,21 +57,19 @@ class CameTo(Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The same in a sentence without its full stop."""
+        again = _counted(self.again, "is a dead letter", "are dead letters") if self.still == self.again else ""
+        again = again or _counted(self.again, "was a dead letter", "were dead letters")
+        again = f"{again} again" if again else ""
         if self.unsure:
-            known = f"at least {self.again:,} are dead letters again, and " if self.again else ""
-            text = f"{known}it is not known how many of {self.of:,} are handled: {self.unsure}"
-            return text[0].upper() + text[1:]
-        others = (
-            f"{self.again:,} {'are dead letters' if self.again > 1 else 'is a dead letter'} again"
-            if self.again
-            else "",
-            f"{self.waits:,} {'wait for their agents' if self.waits > 1 else 'waits for its agent'}"
-            if self.waits
-            else "",
-            f"of {self.windows:,} windows it is not known" if self.windows else "",
-        )
+            return f"it is not known how many of {self.of:,} are handled: {self.unsure}" + (again and f"; {again}")
+        waits = _counted(self.waits, "waits for its agent", "wait for their agents")
+        others = (again, waits, f"of {self.windows:,} windows it is not known" if self.windows else "")
         told = ", and ".join(filter(None, others))
-        return f"{self.handled:,} of {self.of:,} are handled" + (f"; {told}" if told else "")
+        return f"{self.handled:,} of {self.of:,} are handled" + (told and f"; {told}")
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count:,} {one if count == 1 else several}" if count else ""
 
 
 class Told(Struct, frozen=True, kw_only=True):
@@ -129,10 +131,11 @@ class Job(Struct, kw_only=True):
 
     def came_to_so_far(self, waiting: int, unsure: str) -> CameTo:
         """Return what has become of those that are handed back, where their agents have so many `waiting`."""
-        again = min(self.done, sum(read.failed for read in self.read.values()))
+        again = min(self.done, sum(read.most for read in self.read.values()))
+        still = min(again, sum(read.failed for read in self.read.values()))
         windows = min(self.windows, self.done - again)
         waits = min(waiting, self.done - again - windows)
-        return CameTo(of=self.done, again=again, waits=waits, windows=windows, unsure=unsure)
+        return CameTo(of=self.done, again=again, still=still, waits=waits, windows=windows, unsure=unsure)
 
     def told(self, came: CameTo | None) -> Told:
         """Return how it is, with what has become of those that it has handed back."""

@@ -165,6 +165,11 @@ async def confirmed(client: httpx.AsyncClient, action: str, **fields: str) -> ht
     """Do an action as somebody does who confirms what is shown; the answer to the confirmation."""
     asked = await client.post(f"/actions/{action}", content=urlencode(fields), headers=FORM)
     assert asked.status_code == 200, text_of(asked.text)
+    return await confirm(client, action, asked)
+
+
+async def confirm(client: httpx.AsyncClient, action: str, asked: httpx.Response) -> httpx.Response:
+    """Confirm what was asked; the answer."""
     return await client.post(f"/actions/{action}", data=hidden_fields(asked.text, action) | filled_in(asked.text))
 
 

@@ -70,7 +70,7 @@ async def filled(console: Served, app: App) -> None:
     await publish(app, 1, 3, 4)
     async with console.client() as client:
         await shown(client, "/", "1 agent needs you")
-        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await shown(client, "/dead-letters", "1 dead letter,")
 
 
 @pytest.mark.parametrize(
@@ -141,20 +141,20 @@ async def test_it_is_of_use_without_scripts_and_with_a_keyboard(
         await page.goto("/dead-letters")
         await page.keyboard.press("Tab")
         await expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
-        await page.get_by_role("button", name="Retry these 1 …").focus()
+        await page.get_by_role("button", name="Retry all …").focus()
         await page.keyboard.press("Enter")
-        await expect(page.get_by_text("1 dead letters (all apps) are handed back")).to_be_visible()
-        await page.get_by_role("button", name="Retry dead letters").focus()
+        await expect(page.get_by_text("1 dead letter of field-index/fails is handed back")).to_be_visible()
+        await page.get_by_role("button", name="Retry 1").focus()
         await page.keyboard.press("Enter")
-        await expect(page.get_by_role("heading", name="Job 1")).to_be_visible()
+        await expect(page.get_by_role("heading", name="Retry of 1")).to_be_visible()
         async with console.client() as client:
-            await shown(client, "/jobs/1", "Retry dead letters: handed back.", "1 of 1")
+            await shown(client, "/jobs/1", "1 of 1 handed back.")
 
 
 async def test_html_of_a_notification_is_text(browser: Browser, console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, payload={"path": "<img src=x onerror=alert(1)><script>alert(2)</script>"})
     async with console.client() as client:
-        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await shown(client, "/dead-letters", "1 dead letter,")
     async with opened(browser, console) as (page, complaints):
         page.on("dialog", lambda dialog: complaints.append(dialog.message))
         of_letters = ("/dead-letters", "/dead-letters/field-index/1")

@@ -98,7 +98,7 @@ async def prepared(console: Served, app: App) -> None:
     """Have a dead letter and an agent that is blocked."""
     await publish(app, 1, 3, payload={"path": SECRET})
     async with console.client() as browser:
-        await shown(browser, "/dead-letters", "1 of 1 dead letters.")
+        await shown(browser, "/dead-letters", "1 dead letter,")
         await shown(browser, "/agents/field-index/blocks", "blocked for", "at MARS@")
         await shown(browser, "/", "1 dead letter of the last day waits")
 
