@@ -1,13 +1,12 @@
 """Causes of dead letters: those of one agent that failed in the same way, and what their notifications have in common.
 
-`dead_letters` reads the dead letters and adds each to its cause. Of an identifier's values so many are remembered, and
+`dead_letters` reads the dead letters and adds each to its cause. Of the values of a field, so many are remembered, and
 of the others that there are more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 
 from msgspec import Struct, field
 
@@ -15,7 +14,7 @@ from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import LEFT_OUT
 from aviso_workers.config import Config
 from aviso_workers.errors import UndecodableError
-from aviso_workers.ops.dead_letters import NO_LINE, Group
+from aviso_workers.ops.dead_letters import NO_LINE, Group, grouped
 from aviso_workers.state.dead_letter_records import DeadLetter
 
 MOST_VALUES, MOST_NAMED = 1000, 3
@@ -58,7 +57,9 @@ class Values(Struct, kw_only=True):
     @property
     def text(self) -> str:
         are_numbers = all(each.isascii() and each.isdecimal() and len(each) < MOST_DIGITS for each in self.seen)
-        if are_numbers and len(self.seen) > 1 and not self.has_more:
+        if self.has_more:
+            return self.many
+        if are_numbers and len(self.seen) > 1:
             return f"{min(self.seen, key=int)} to {max(self.seen, key=int)}"
         return ", ".join(sorted(self.seen)) if len(self.seen) <= MOST_NAMED else self.many
 
@@ -89,11 +90,6 @@ class Cause(Struct, kw_only=True):
         return {name: text for name, text in found.items() if text} | {"line": group.at or NO_LINE}
 
     @property
-    def lasted(self) -> timedelta:
-        """From the first to the last."""
-        return self.group.last - self.group.first
-
-    @property
     def common(self) -> str:
         """What their notifications have in common, such as `class=od date=20261128, step 0 to 240`."""
         same = " ".join(f"{name}={each.single}" for name, each in self.identifier.items() if each.single)
@@ -106,15 +102,23 @@ class Cause(Struct, kw_only=True):
         return did.format(what, f" at {self.group.at}" if self.group.at else "")
 
 
-class Identifiers:
-    """Reads the identifiers of notifications out of their subjects."""
+class Causes:
+    """The causes of dead letters. Identifiers are read out of the subjects of the event types of `config`."""
 
     def __init__(self, config: Config) -> None:
-        found = (schema.topic_of(name, each) for name, each in config.notification_schema.items())
-        self._fields = {topic.base: topic.key_order for topic in found}
+        topics_ = (schema.topic_of(name, each) for name, each in config.notification_schema.items())
+        self._fields = {topic.base: topic.key_order for topic in topics_}
+        self._groups: dict[tuple[str, ...], Group] = {}
+        self._found: dict[int, Cause] = {}
+        """By the identity of the group."""
 
-    def of(self, dead_letter: DeadLetter) -> dict[str, str]:
-        """Return the identifier; empty where the subject is none of a known event type."""
+    def add(self, dead_letter: DeadLetter) -> None:
+        """Add a dead letter, the oldest of all first, to its cause."""
+        group = grouped(self._groups, dead_letter)
+        self._found.setdefault(id(group), Cause(group=group)).add(dead_letter, self.identifier(dead_letter))
+
+    def identifier(self, dead_letter: DeadLetter) -> dict[str, str]:
+        """Return the identifier of its notification; empty where the subject is none of a known event type."""
         try:
             base, *values = topics.decode_subject(dead_letter.original.subject)
         except UndecodableError:
@@ -123,3 +127,6 @@ class Identifiers:
         if len(names) != len(values):
             return {}
         return {name: value for name, value in zip(names, values, strict=True) if value not in LEFT_OUT}
+
+    def largest_first(self) -> list[Cause]:
+        return sorted(self._found.values(), key=lambda each: -each.group.count)

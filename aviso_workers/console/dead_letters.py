@@ -12,12 +12,12 @@ from operator import attrgetter
 from urllib.parse import quote, urlencode
 
 import anyio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
-from aviso_workers.console.causes import MOST_NAMED, Cause, Identifiers
+from aviso_workers.console.causes import MOST_NAMED, Cause, Causes
 from aviso_workers.console.jobs import CameTo, Job, ReadAgain
 from aviso_workers.errors import (
     BackendError,
@@ -31,7 +31,7 @@ from aviso_workers.events import Events
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.ops.audit import Audit, Operator
-from aviso_workers.ops.dead_letters import Group, Selection, StoredDeadLetters, grouped, portions
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, portions
 from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.state import dead_letter_records, own_streams, worker_records
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
@@ -54,21 +54,6 @@ MAX_FAILURES = 100
 """After so many portions of a job that fail, it gives up."""
 
 
-class Listed(Struct, frozen=True, kw_only=True):
-    """A row of the list: a dead letter without its body."""
-
-    app: str
-    agent: str
-    sequence: int
-    time: datetime
-    name: str
-    """Of its notification, such as `MARS@4711`."""
-    identifier: Mapping[str, str]
-    reason: str
-    error: str
-    attempts: int
-
-
 class SelectedLetters(Struct, kw_only=True):
     """What a filter selects."""
 
@@ -84,8 +69,8 @@ class SelectedLetters(Struct, kw_only=True):
     """The time of the newest, in nanoseconds."""
     causes: list[Cause] = []
     """All of them, by their causes, the largest one first."""
-    newest: list[Listed] = []
-    """Some of them, the newest first."""
+    newest: list[DeadLetter] = []
+    """Some of them, the newest first, without their bodies."""
 
 
 class DeadLetterLists:
@@ -105,60 +90,36 @@ class DeadLetterLists:
         async with self._reading:
             if self._newest is None or self._newest[0] != chosen or self._newest[1] < asked_at:
                 began = anyio.current_time()
-                self._newest = (chosen, began, await _listed(self._admin, chosen, Identifiers(config), now - DAY))
+                self._newest = (chosen, began, await _listed(self._admin, chosen, Causes(config), now - DAY))
             return self._newest[2]
 
 
-async def _listed(admin: Admin, fields: Mapping[str, str], known: Identifiers, yesterday: datetime) -> SelectedLetters:
+async def _listed(admin: Admin, fields: Mapping[str, str], causes: Causes, yesterday: datetime) -> SelectedLetters:
     stored = StoredDeadLetters(admin, events=Events())
-    found, denied, wanted, causes = SelectedLetters(), Denials(), _selection(fields), Causes(known)
+    found, denied, wanted = SelectedLetters(), Denials(), _selection(fields)
     with noted(denied, "dead letters"):
         found.kept = await stored.count()
         async for dead_letter in _selected(stored, wanted):
             found.count += 1
             found.of_day += dead_letter.time >= yesterday
             found.last = max(found.last, dead_letter.stored.timestamp_ns)
-            found.newest.append(causes.add(dead_letter))
+            causes.add(dead_letter)
+            found.newest.append(_without_body(dead_letter))
             if len(found.newest) >= 2 * MOST_LISTED:
                 found.newest = _newest(found.newest)
     found.newest = _newest(found.newest)
     found.denied = denied.text()
-    found.causes = causes.largest_first
+    found.causes = causes.largest_first()
     return found
 
 
-class Causes:
-    """Collects the causes of dead letters."""
-
-    def __init__(self, known: Identifiers) -> None:
-        self._known = known
-        self._groups: dict[tuple[str, ...], Group] = {}
-        self._found: dict[int, Cause] = {}
-        """By the identity of the group."""
-
-    def add(self, dead_letter: DeadLetter) -> Listed:
-        """Add a dead letter to its cause, and return it as a row of a list."""
-        group, identifier = grouped(self._groups, dead_letter), self._known.of(dead_letter)
-        self._found.setdefault(id(group), Cause(group=group)).add(dead_letter, identifier)
-        return Listed(
-            app=dead_letter.app,
-            agent=dead_letter.agent,
-            sequence=dead_letter.sequence,
-            time=dead_letter.time,
-            name=f"{dead_letter.stream}@{dead_letter.original.sequence}",
-            identifier=identifier,
-            reason=dead_letter.reason,
-            error=dead_letter.error,
-            attempts=dead_letter.attempts,
-        )
-
-    @property
-    def largest_first(self) -> list[Cause]:
-        return sorted(self._found.values(), key=lambda each: -each.group.count)
+def _newest(dead_letters: list[DeadLetter]) -> list[DeadLetter]:
+    return sorted(dead_letters, key=lambda each: each.time, reverse=True)[:MOST_LISTED]
 
 
-def _newest(rows: list[Listed]) -> list[Listed]:
-    return sorted(rows, key=lambda each: each.time, reverse=True)[:MOST_LISTED]
+def _without_body(dead_letter: DeadLetter) -> DeadLetter:
+    bare = structs.replace(dead_letter.original, data=b"")
+    return structs.replace(dead_letter, original=bare, stored=bare)
 
 
 async def get(admin: Admin, app: str, sequence: int) -> DeadLetter:
@@ -186,7 +147,7 @@ async def selected(admin: Admin, fields: Mapping[str, str], config: Config, *, u
     """Return the dead letters that a filter selects, up to the time `until_ns` in nanoseconds. Raises as
     `DeadLetterLists.of` does.
     """
-    stored, causes, wanted = StoredDeadLetters(admin, events=Events()), Causes(Identifiers(config)), _selection(fields)
+    stored, causes, wanted = StoredDeadLetters(admin, events=Events()), Causes(config), _selection(fields)
     times: dict[LetterId, int] = {}
     notifications: dict[str, tuple[int, int]] = {}
     async for each in _selected(stored, wanted):
@@ -199,7 +160,7 @@ async def selected(admin: Admin, fields: Mapping[str, str], config: Config, *, u
     apps = sorted({app for app, _ in times})
     infos = {app: await inventory.existing(admin.stream_info(own_streams.of_app(DEAD_LETTERS, app))) for app in apps}
     created = {app: info.created if info else None for app, info in infos.items()}
-    return Chosen(created=created, times=times, notifications=notifications, causes=causes.largest_first)
+    return Chosen(created=created, times=times, notifications=notifications, causes=causes.largest_first())
 
 
 async def hindrances(admin: Admin, chosen: Chosen) -> list[str]:

@@ -14,6 +14,9 @@ from aviso_workers.config.settings import Right
 from aviso_workers.ops.dead_letters import is_window
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 
+TONES = {"done": "good", "stopped": "", "failed": "bad"}
+"""By how a job has ended."""
+
 
 class ReadAgain(Struct):
     """How far an app's dead letters were read, for those of a job that are dead letters again."""
@@ -35,8 +38,6 @@ class CameTo(Struct, frozen=True, kw_only=True):
     """How many it has handed back."""
     again: int
     """How many became dead letters again, as far as the dead letters were read."""
-    still: int
-    """How many of these are dead letters now."""
     waits: int
     """How many at most wait for their agents, or are in flight."""
     windows: int
@@ -50,34 +51,25 @@ class CameTo(Struct, frozen=True, kw_only=True):
         return None if self.unsure else self.of - self.again - self.waits - self.windows
 
     @property
-    def ended(self) -> int:
-        """How many came to an end."""
-        return self.again + (self.handled or 0)
+    def word(self) -> tuple[str, str]:
+        """The same in a word, and its tone as the class of a style."""
+        if self.unsure:
+            return "not known", ""
+        if self.waits:
+            return "waits", "warn"
+        return ("failed again", "bad") if self.again else ("done", "" if self.windows else "good")
 
     @property
     def text(self) -> str:
         """The same in a sentence without its full stop."""
-        again = _counted(self.again, "is a dead letter", "are dead letters") if self.still == self.again else ""
-        again = again or _counted(self.again, "was a dead letter", "were dead letters")
-        again = f"{again} again" if again else ""
-        if self.unsure:
-            return f"it is not known how many of {self.of:,} are handled: {self.unsure}" + (again and f"; {again}")
-        waits = _counted(self.waits, "waits for its agent", "wait for their agents")
-        others = (again, waits, f"of {self.windows:,} windows it is not known" if self.windows else "")
-        told = ", and ".join(filter(None, others))
-        return f"{self.handled:,} of {self.of:,} are handled" + (told and f"; {told}")
-
-
-def _counted(count: int, one: str, several: str) -> str:
-    return f"{count:,} {one if count == 1 else several}" if count else ""
-
-
-class Told(Struct, frozen=True, kw_only=True):
-    """How a job is: a word, its tone as the class of a style, and a sentence without its full stop."""
-
-    word: str
-    tone: str
-    text: str
+        again = f"{self.again:,} became {'dead letters' if self.again > 1 else 'a dead letter'} again"
+        waits = f"{self.waits:,} {'wait for their agents' if self.waits > 1 else 'waits for its agent'}"
+        windows = f"of {self.windows:,} windows it is not known"
+        counted = {again: self.again, waits: self.waits, windows: self.windows}
+        others = ", and ".join(text for text, count in counted.items() if count)
+        known = f"{self.handled:,} of {self.of:,} are handled" if self.handled is not None else ""
+        unsure = f"it is not known how many of {self.of:,} are handled: {self.unsure}"
+        return "; ".join(filter(None, (known or unsure, others)))
 
 
 class Job(Struct, kw_only=True):
@@ -131,29 +123,16 @@ class Job(Struct, kw_only=True):
 
     def came_to_so_far(self, waiting: int, unsure: str) -> CameTo:
         """Return what has become of those that are handed back, where their agents have so many `waiting`."""
-        again = min(self.done, sum(read.most for read in self.read.values()))
-        still = min(again, sum(read.failed for read in self.read.values()))
-        windows = min(self.windows, self.done - again)
-        waits = min(waiting, self.done - again - windows)
-        return CameTo(of=self.done, again=again, still=still, waits=waits, windows=windows, unsure=unsure)
+        again = min(self.done - self.windows, sum(read.most for read in self.read.values()))
+        waits = min(waiting, self.done - self.windows - again)
+        return CameTo(of=self.done, again=again, waits=waits, windows=self.windows, unsure=unsure)
 
-    def told(self, came: CameTo | None) -> Told:
-        """Return how it is, with what has become of those that it has handed back."""
+    def told(self, came: CameTo | None) -> tuple[str, str, str]:
+        """Return how it is: a word, its tone as the class of a style, and a sentence without its full stop."""
         if not self.ended:
-            text = f"{self.done:,} of {self.total:,} are {self.does} so far"
-            return Told(word="runs", tone="good", text=text)
-        text = came.text if came else self.came_to
-        if self.state == "failed":
-            return Told(word="failed", tone="bad", text=text)
-        if came is None:
-            return Told(word=self.state, tone="good" if self.state == "done" else "", text=text)
-        if came.unsure:
-            return Told(word="not known", tone="", text=text)
-        if came.waits:
-            return Told(word="waits", tone="warn", text=text)
-        if came.again:
-            return Told(word="failed again", tone="bad", text=text)
-        return Told(word=self.state, tone="" if came.windows else "good", text=text)
+            return "runs", "good", f"{self.done:,} of {self.total:,} are {self.does} so far"
+        word, tone = came.word if came and self.state == "done" else (self.state, TONES[self.state])
+        return word, tone, came.text if came else self.came_to
 
     @property
     def chosen_by(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from aviso_workers.config import display
 from aviso_workers.console import dead_letters, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
-from aviso_workers.console.dead_letters import Listed
+from aviso_workers.console.causes import Causes
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.console.shown import part_of
 from aviso_workers.errors import BackendError, NotFoundError
@@ -257,14 +257,15 @@ async def all_dead_letters(question: Question) -> Page:
     overview, actions = await question.overview(), question.actions
     found = await actions.dead_letters.of(question.query, overview.config, now=overview.time)
     filters = {name: text for name in dead_letters.FILTERS if (text := question.asked(name))}
-    rows = part_of(found.newest, question.asked("page"), dead_letters.SHOWN)
+    newest, causes = part_of(found.newest, question.asked("page"), dead_letters.SHOWN), Causes(overview.config)
+    rows = structs.replace(newest, rows=[(each, causes.identifier(each)) for each in newest.rows])
     jobs = actions.jobs[:SHOWN_JOBS]
     came_to = await dead_letters.came_to(actions.admin, *jobs)
     values = {
         "overview": overview,
         "found": structs.replace(found, newest=[]),
         "newest": rows,
-        "columns": _columns(rows.rows),
+        "columns": _columns([identifier for _, identifier in rows.rows]),
         "filters": filters,
         "jobs": [(job, job.told(came_to.get(job.number))) for job in jobs],
         "time": datetime.now(UTC),
@@ -274,10 +275,10 @@ async def all_dead_letters(question: Question) -> Page:
     return Page("dead_letters.html", "Dead letters", values)
 
 
-def _columns(rows: Sequence[Listed]) -> list[tuple[str, bool]]:
+def _columns(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
     """Return the fields of the identifiers, as many as fit, and whether the values of a field differ."""
-    names = dict.fromkeys(name for row in rows for name in row.identifier)
-    found = [(name, len({row.identifier.get(name) for row in rows}) > 1) for name in names]
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = [(name, len({row.get(name) for row in rows}) > 1) for name in names]
     return found[:MOST_COLUMNS]
 
 
@@ -292,7 +293,8 @@ async def job(question: Question) -> Page:
     """An action on many dead letters, as it goes on."""
     found = question.actions.job(_number(question, "number"))
     came = (await dead_letters.came_to(question.actions.admin, found)).get(found.number)
-    values = {"job": found, "came": came, "told": found.told(came), "time": datetime.now(UTC)}
+    _, tone, text = found.told(came)
+    values = {"job": found, "came": came, "tone": tone, "text": text, "time": datetime.now(UTC)}
     return Page("job.html", f"{found.noun} of {found.total:,}", values, live=True)
 
 

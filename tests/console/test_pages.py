@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from msgspec import structs
 from aviso_workers import App, Notification, Notify, RetryPolicy
 from aviso_workers.backends import Admin, Backend
 from aviso_workers.config import Config
-from aviso_workers.console import serve, web
+from aviso_workers.console import dead_letters, serve, web
 from aviso_workers.console import shown as shown_values
 from aviso_workers.console.pages import PAGES
 from aviso_workers.errors import UnavailableError
@@ -104,11 +105,50 @@ async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app
         mistaken = await client.get("/dead-letters?since=yesterday")
         not_a_number = await client.get("/dead-letters?sequence=1.5")
     assert "all of the last day, by 1 cause" in page
-    assert "3 ValueError: no such field &lt;b&gt;3&lt;/b&gt; field-index/fails failed for them at test_pages" not in page
+    assert (
+        "3 ValueError: no such field &lt;b&gt;3&lt;/b&gt; field-index/fails failed for them at test_pages" not in page
+    )
     assert "No dead letter matches." in other
     assert mistaken.status_code == 400
     assert "since" in text_of(mistaken.text)
     assert "is not the number of a dead letter" in text_of(not_a_number.text)
+
+
+async def test_dead_letters_are_erased_on_the_page_of_one_cause_only(
+    console: Served, app: App, nats_server: NatsServer
+) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def breaks(notification: Notification[Any]) -> None:
+        raise OSError("no disk")
+
+    async with harness(app, server=nats_server.url), console.client() as client:
+        await publish(app, 3, 3)
+        page = await shown(client, "/dead-letters", "4 dead letters, all of the last day, by 2 causes", "Retry all …")
+        assert "Erase" not in page
+        links = re.findall(r'<a class="button" href="([^"]*)">Look', (await client.get("/dead-letters")).text)
+        causes = [text_of((await client.get(html.unescape(link))).text) for link in links]
+        (cause,) = [text for text in causes if "OSError: no disk" in text]
+        other = await shown(client, "/dead-letters?agent=breaks", "By cause", "2 of 4 dead letters, all")
+        assert "Erase" not in other
+    assert "Retry 2 … Erase 2 …" in cause
+    assert (
+        "of 4: app field-index ✕ agent breaks ✕ reason attempts_exhausted ✕ error OSError ✕ line test_pages.py:"
+        in cause
+    )
+    assert "field-index/breaks failed for 2 notifications at test_pages.py:" in cause
+    assert "class od (all) expver " in cause
+    assert ", 2 values domain g (all) date 20261120 (all)" in cause
+
+
+async def test_the_newest_dead_letters_are_shown_in_parts(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letters, "SHOWN", 2)
+    await publish(app, 3, 3, 3)
+    async with console.client() as client:
+        page = await shown(client, "/dead-letters", "3 dead letters,", "The newest 1 to 2 of 3", "1 to 2 of 3 Next")
+        assert "MARS@1 od" not in page
+        await shown(client, "/dead-letters?page=2", "The newest 3 to 3 of 3", "MARS@1 od", "Before 3 to 3 of 3")
 
 
 async def test_a_payload_is_for_those_who_may_see_it(console: Served, app: App, running: Harness) -> None:
