@@ -44,9 +44,7 @@ class Rates(Struct, frozen=True, kw_only=True):
     @property
     def total(self) -> list[float]:
         """The values of all agents together."""
-        columns = [
-            [value for value in column if math.isfinite(value)] for column in zip(*self.by_agent.values(), strict=True)
-        ]
+        columns = [[value for value in column if math.isfinite(value)] for column in zip(*self.by_agent.values(), strict=True)]
         return [sum(column) if column else math.nan for column in columns]
 
 
