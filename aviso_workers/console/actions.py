@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 import structlog
 from anyio.abc import TaskGroup
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.aviso.positions import parse_position
@@ -34,6 +34,7 @@ from aviso_workers.jetstream.plans import ConsumerPlan, Plan
 from aviso_workers.ops import agent_control, aviso_admin, retried, stream_policy, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer, end_text
 from aviso_workers.ops.audit import ActionResult, Audit
+from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.doctor import Report, Scope, examine
 from aviso_workers.state import declarations
 from aviso_workers.state.dead_letter_records import LetterId
@@ -41,9 +42,21 @@ from aviso_workers.state.orders import Decides
 
 MAX_JOBS = 50
 """Jobs that are remembered; older ones are in the audit stream."""
+RETRIED = (
+    "What fails again becomes a dead letter again. The job tells how many are handled, and how many failed again.",
+    "All other dead letters stay.",
+)
+ERASED = (
+    "The agents that failed will never handle them.",
+    "The notifications themselves stay in their streams, and other agents keep what they have.",
+    "The audit keeps that you did it, which ones they were, and why.",
+)
+"""What is said of retries, and of what is erased."""
+MANY = 100
+"""Where an agent that is reset never handles so many, their number has to be typed."""
 MAX_SAID = 5
 """Notifications of which it is said what became of each."""
-
+CHANGED = "Something has changed since you were asked. This is what it would do now."
 
 Form = Mapping[str, str]
 Run = Callable[[ActionResult], Awaitable[None]]
@@ -74,12 +87,34 @@ class PlannedAction(Struct, frozen=True):
     """The dead letters of a job."""
     created: Mapping[str, datetime | None] = {}
     """By app, when the stream of its dead letters was created."""
+    asks: str = ""
+    """The question, where the title of the action is none."""
+    does: str = ""
+    """What the button says, where that is not the title of the action."""
+    name: str = ""
+    """How the page to return to is called, where that is not `of`."""
+    warns: tuple[str, ...] = ()
+    """What may come of it that nobody wants, in sentences."""
+    danger: bool = False
+    """Whether it takes something away."""
+    lost: int = 0
+    """How many are lost for good: whoever confirms it types this number, and why. 0 where nothing has to be typed."""
 
     @property
     def fingerprint(self) -> str:
         """What is confirmed: the same plan has the same one."""
-        plan = [self.of, *self.says, *map(str, self.fields.items()), str(self.created)]
+        plan = [self.of, *self.says, *self.warns, *map(str, self.fields.items()), str(self.created)]
         return hashlib.sha256("\n".join(plan).encode()).hexdigest()
+
+    def refusal(self, form: Form) -> str:
+        """Return in sentences why a form that confirms it is not enough; empty where it is."""
+        typed = form.get("number", "").strip()
+        if self.lost and typed.replace(",", "") != str(self.lost):
+            number = f"You have typed {typed:.20}" if typed else "You have typed no number"
+            return f"{number}, and {self.lost:,} would be lost. Nothing was done: type {self.lost:,} if you mean it."
+        if self.lost and not form.get("why", "").strip():
+            return "Nothing was done: say why, for the audit."
+        return ""
 
 
 Plans = Callable[..., Awaitable[PlannedAction]]
@@ -100,8 +135,10 @@ class Confirmation(Struct, frozen=True, kw_only=True):
 
     action: Action
     plan: PlannedAction
-    changed: bool
-    """Whether it was confirmed, and would do something else now."""
+    form: Form
+    """What was filled in."""
+    refusal: str = ""
+    """Why it is not done although it was confirmed, in sentences."""
 
 
 class Actions:
@@ -149,12 +186,14 @@ class Actions:
             if confirmed == job.confirmed and (not job.ended or not job.left):
                 return f"/jobs/{job.number}"
         plan = await action.plan(self, form, visitor)
-        if confirmed != plan.fingerprint:
-            return Confirmation(action=action, plan=plan, changed=bool(confirmed))
+        refusal = plan.refusal(form) if confirmed == plan.fingerprint else CHANGED if confirmed else ""
+        if refusal or not confirmed:
+            return Confirmation(action=action, plan=plan, form=form, refusal=refusal)
         if plan.job is not None:
             return self._begin(action, visitor, plan, form)
         assert plan.run is not None
-        async with self.audit.recorded(visitor.name, action.name, plan.of, plan.fields) as result:
+        selection = {**plan.fields, **_given(form, "why")}
+        async with self.audit.recorded(visitor.name, action.name, plan.of, selection) as result:
             try:
                 await plan.run(result)
             except BackendError as error:
@@ -168,7 +207,7 @@ class Actions:
             title=action.title,
             right=action.right,
             who=visitor.name,
-            selection=plan.fields,
+            selection={**plan.fields, **_given(form, "rate", "why")},
             confirmed=plan.fingerprint,
             letters=frozenset(plan.letters),
             total=len(plan.letters),
@@ -184,7 +223,7 @@ class Actions:
         assert plan.job is not None
         with job.scope:
             try:
-                async with self.audit.recorded(job.who, action.name, plan.of, plan.fields) as result:
+                async with self.audit.recorded(job.who, action.name, plan.of, job.selection) as result:
                     try:
                         await plan.job(job)
                         job.finished = True
@@ -250,7 +289,7 @@ async def _reset_agent(actions: Actions, form: Form, _visitor: Visitor) -> Plann
         left = await agent_control.reset(actions.admin, plan)
         result.text, result.affected = f"it goes on at {plan.sequence}, with {left} to settle", plan.affected
 
-    return _on_agent(
+    planned = _on_agent(
         target,
         _given(form, "app", "agent", "to"),
         run,
@@ -259,6 +298,8 @@ async def _reset_agent(actions: Actions, form: Form, _visitor: Visitor) -> Plann
         f"{plan.passed_over} notifications that it would have been given would be passed over.",
         f"{plan.unsettled} that are in its hands now, or wait for their next attempt, would not be tried again.",
     )
+    lost = plan.passed_over + plan.unsettled
+    return structs.replace(planned, danger=True, lost=lost if lost >= MANY else 0)
 
 
 @_action("skip-notifications", "Skip notifications", "drop", decides="skip")
@@ -268,28 +309,29 @@ async def _decide(actions: Actions, form: Form, visitor: Visitor, *, decides: De
     sequence = dead_letters.whole_number(form.get("sequence", ""))
     if form.get("sequence") and sequence is None:
         raise DeclarationError("sequence: it must be a number")
-    asked = await retried.plan(
+    found = await retried.plan(
         actions.admin, target, () if sequence is None else (sequence,), decides, by=f"{visitor.name}, console"
     )
     does = "become dead letters" if decides == "skip" else "are tried again now"
-    behind = sum(each.behind for each in asked)
+    behind = sum(each.behind for each in found)
 
     async def run(result: ActionResult) -> None:
-        await retried.decide(actions.admin, target, asked)
-        answers = await retried.wait(actions.admin, target, asked)
+        await retried.decide(actions.admin, target, found)
+        answers = await retried.wait(actions.admin, target, found)
         result.text = "; ".join(f"{each.stream}@{each.sequence}: {each.text}" for each in answers[:MAX_SAID])
         if (more := len(answers) - MAX_SAID) > 0:
             carried_out = sum(each.carried_out for each in answers)
             result.text += f"; and {more} more, of all {carried_out} as decided"
 
-    return _on_agent(
+    planned = _on_agent(
         target,
         _given(form, "app", "agent", "sequence"),
         run,
-        f"{len(asked)} notifications that {_name(target)} retries {does}.",
+        f"{len(found)} notifications that {_name(target)} retries {does}.",
         f"{behind} notifications wait behind them by their ordering key"
         + (", and will run without them." if decides == "skip" else "."),
     )
+    return structs.replace(planned, danger=decides == "skip")
 
 
 @_action("drop-dead-letters", "Erase dead letters", "drop", drops=True)
@@ -298,21 +340,34 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
     last = dead_letters.whole_number(form.get("last", ""))
     if form.get("last") and last is None:
         raise DeclarationError("last: it must be a time in nanoseconds")
-    created, found = await dead_letters.selected(actions.admin, form, until_ns=last)
-    if not found:
+    config = await asked(Denials(), "records", actions.known(), actions.config)
+    chosen = await dead_letters.selected(actions.admin, form, config, until_ns=last)
+    if not chosen.times:
         raise NotFoundError("no dead letter matches: somebody else has retried or dropped them")
     _rate(form)  # refuses one that is none, before anything begins
-    chosen = _given(form, *dead_letters.FILTERS)
-    of_what = ", ".join(f"{name} {text}" for name, text in chosen.items()) or "all apps"
-    does = "erased for good" if drops else "handed back to the agents that failed, as new notifications"
-    return PlannedAction(
+    count, them = len(chosen.times), dead_letters.told(chosen, _given(form, *dead_letters.FILTERS))
+    fields = _given(form, *dead_letters.FILTERS)
+    planned = PlannedAction(
         "dead letters",
-        "/dead-letters",
-        fields=chosen | _given(form, "rate") | {"last": str(max(found.values()))},
-        says=(f"{len(found)} dead letters ({of_what}) are {does}.",),
+        dead_letters.address(fields),
+        fields={**fields, "last": str(max(chosen.times.values()))},
+        says=(f"{them} handed back to the agents that failed, as new notifications.", *RETRIED),
+        asks=f"Retry {dead_letters.counted(count)}?",
+        does=f"Retry {count:,}",
+        name=chosen.causes[0].error if len(chosen.causes) == 1 else ", ".join(chosen.agents[:MAX_SAID]),
         job=partial(dead_letters.act, actions.admin, actions.audit),
-        letters=found,
-        created=created,
+        letters=chosen.times,
+        created=chosen.created,
+    )
+    if not drops:
+        return structs.replace(planned, warns=tuple(await dead_letters.hindrances(actions.admin, chosen)))
+    return structs.replace(
+        planned,
+        says=(f"{them} erased. Nobody can bring back or retry what is erased.", *dead_letters.which(chosen), *ERASED),
+        asks=f"Erase {dead_letters.counted(count)} for good?",
+        does=f"Erase {count:,} for good",
+        danger=True,
+        lost=count,
     )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
+from urllib.parse import quote, urlencode
 
 import anyio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.positions import parse_moment
 from aviso_workers.backends import Admin
-from aviso_workers.console.jobs import Job, ReadAgain
+from aviso_workers.config import Config
+from aviso_workers.console.causes import MOST_NAMED, Cause, Causes
+from aviso_workers.console.jobs import CameTo, Job, ReadAgain
 from aviso_workers.errors import (
     BackendError,
     InvalidPositionError,
@@ -27,19 +31,22 @@ from aviso_workers.events import Events
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.ops.audit import Audit, Operator
-from aviso_workers.ops.dead_letters import Group, Selection, StoredDeadLetters, grouped, portions
-from aviso_workers.ops.denials import Denials, noted
-from aviso_workers.state import dead_letter_records, own_streams
+from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, portions
+from aviso_workers.ops.denials import Denials, asked, noted
+from aviso_workers.state import dead_letter_records, own_streams, worker_records
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 from aviso_workers.state.own_streams import DEAD_LETTERS
+from aviso_workers.state.worker_records import AppWorkers
 
 FILTERS = ("app", "agent", "reason", "stream", "error", "line", "since", "until", "sequence")
 """The fields of a filter."""
 MAX_DIGITS = 20
 """Fewer than a sequence can have, or a time in nanoseconds."""
-SHOWN = 20
+SHOWN, MOST_LISTED = 20, 1000
+"""Of the newest, how many a part of the list shows, and how many are listed."""
+DAY = timedelta(days=1)
 LOOK_SECONDS = 1.0
-"""How long it is read at most, for one look at a job, what has become a dead letter again."""
+"""How long it is read at most, for one look at jobs, what has become a dead letter again."""
 ELECTION_SECONDS, AGAIN_SECONDS = 30.0, 1.0
 """For how long, and how often, a job tries again where a server does not answer: another one takes over by then."""
 BY_AGENT = attrgetter("app", "agent")
@@ -56,10 +63,14 @@ class SelectedLetters(Struct, kw_only=True):
     """What the server denies our user, so that not all of them are here."""
     count: int = 0
     """Dead letters that are selected."""
-    groups: list[Group] = []
-    """All of them, the largest group first."""
+    of_day: int = 0
+    """Those of the last day."""
+    last: int = 0
+    """The time of the newest, in nanoseconds."""
+    causes: list[Cause] = []
+    """All of them, by their causes, the largest one first."""
     newest: list[DeadLetter] = []
-    """Some of them, the newest first."""
+    """Some of them, the newest first, without their bodies."""
 
 
 class DeadLetterLists:
@@ -71,38 +82,44 @@ class DeadLetterLists:
         self._newest: tuple[Mapping[str, str], float, SelectedLetters] | None = None
         """The filter, when it began to be read, and what was found."""
 
-    async def of(self, fields: Mapping[str, str]) -> SelectedLetters:
-        """Return what a filter selects. Raises `InvalidPositionError` for a date or a sequence that is none, and
-        `BackendError`.
+    async def of(self, fields: Mapping[str, str], config: Config, *, now: datetime) -> SelectedLetters:
+        """Return what a filter selects. `config` has the known event types, and `now` is by the server's clock. Raises
+        `InvalidPositionError` for a date or a sequence that is none, and `BackendError`.
         """
-        chosen, asked = {name: fields.get(name, "") for name in FILTERS}, anyio.current_time()
+        chosen, asked_at = {name: fields.get(name, "") for name in FILTERS}, anyio.current_time()
         async with self._reading:
-            if self._newest is None or self._newest[0] != chosen or self._newest[1] < asked:
+            if self._newest is None or self._newest[0] != chosen or self._newest[1] < asked_at:
                 began = anyio.current_time()
-                self._newest = (chosen, began, await _listed(self._admin, chosen))
+                self._newest = (chosen, began, await _listed(self._admin, chosen, Causes(config), now - DAY))
             return self._newest[2]
 
 
-async def _listed(admin: Admin, fields: Mapping[str, str]) -> SelectedLetters:
+async def _listed(admin: Admin, fields: Mapping[str, str], causes: Causes, yesterday: datetime) -> SelectedLetters:
     stored = StoredDeadLetters(admin, events=Events())
     found, denied, wanted = SelectedLetters(), Denials(), _selection(fields)
-    groups: dict[tuple[str, ...], Group] = {}
     with noted(denied, "dead letters"):
         found.kept = await stored.count()
         async for dead_letter in _selected(stored, wanted):
             found.count += 1
-            grouped(groups, dead_letter)
-            found.newest.append(dead_letter)
-            if len(found.newest) >= 2 * SHOWN:
+            found.of_day += dead_letter.time >= yesterday
+            found.last = max(found.last, dead_letter.stored.timestamp_ns)
+            causes.add(dead_letter)
+            found.newest.append(_without_body(dead_letter))
+            if len(found.newest) >= 2 * MOST_LISTED:
                 found.newest = _newest(found.newest)
     found.newest = _newest(found.newest)
     found.denied = denied.text()
-    found.groups = sorted(groups.values(), key=lambda group: -group.count)
+    found.causes = causes.largest_first()
     return found
 
 
 def _newest(dead_letters: list[DeadLetter]) -> list[DeadLetter]:
-    return sorted(dead_letters, key=lambda each: each.time, reverse=True)[:SHOWN]
+    return sorted(dead_letters, key=lambda each: each.time, reverse=True)[:MOST_LISTED]
+
+
+def _without_body(dead_letter: DeadLetter) -> DeadLetter:
+    bare = structs.replace(dead_letter.original, data=b"")
+    return structs.replace(dead_letter, original=bare, stored=bare)
 
 
 async def get(admin: Admin, app: str, sequence: int) -> DeadLetter:
@@ -110,18 +127,95 @@ async def get(admin: Admin, app: str, sequence: int) -> DeadLetter:
     return await StoredDeadLetters(admin, events=Events()).get(sequence, app)
 
 
-async def selected(
-    admin: Admin, fields: Mapping[str, str], *, until_ns: int | None
-) -> tuple[dict[str, datetime | None], dict[LetterId, int]]:
-    """Return when the streams of the apps were created, and of the dead letters that a filter selects the times in
-    nanoseconds, up to `until_ns`. Raises as `DeadLetterLists.of` does.
+class Chosen(Struct, kw_only=True):
+    """The dead letters that an action is to be carried out on."""
+
+    created: dict[str, datetime | None]
+    """By app, when the stream of its dead letters was created."""
+    times: dict[LetterId, int]
+    """When each was stored, in nanoseconds."""
+    notifications: dict[str, tuple[int, int]]
+    """By stream, the first and the last sequence of their notifications."""
+    causes: list[Cause]
+
+    @property
+    def agents(self) -> list[str]:
+        return sorted({f"{each.group.app}/{each.group.agent}" for each in self.causes})
+
+
+async def selected(admin: Admin, fields: Mapping[str, str], config: Config, *, until_ns: int | None) -> Chosen:
+    """Return the dead letters that a filter selects, up to the time `until_ns` in nanoseconds. Raises as
+    `DeadLetterLists.of` does.
     """
-    stored = StoredDeadLetters(admin, events=Events())
-    found = {each.id: each.stored.timestamp_ns async for each in _selected(stored, _selection(fields))}
-    found = {key: time_ns for key, time_ns in found.items() if until_ns is None or time_ns <= until_ns}
-    apps = sorted({app for app, _ in found})
+    stored, causes, wanted = StoredDeadLetters(admin, events=Events()), Causes(config), _selection(fields)
+    times: dict[LetterId, int] = {}
+    notifications: dict[str, tuple[int, int]] = {}
+    async for each in _selected(stored, wanted):
+        if until_ns is None or each.stored.timestamp_ns <= until_ns:
+            times[each.id] = each.stored.timestamp_ns
+            causes.add(each)
+            sequence = each.original.sequence
+            first, last = notifications.get(each.stream, (sequence, sequence))
+            notifications[each.stream] = (min(first, sequence), max(last, sequence))
+    apps = sorted({app for app, _ in times})
     infos = {app: await inventory.existing(admin.stream_info(own_streams.of_app(DEAD_LETTERS, app))) for app in apps}
-    return {app: info.created if info else None for app, info in infos.items()}, found
+    created = {app: info.created if info else None for app, info in infos.items()}
+    return Chosen(created=created, times=times, notifications=notifications, causes=causes.largest_first())
+
+
+async def hindrances(admin: Admin, chosen: Chosen) -> list[str]:
+    """Return in sentences what keeps dead letters waiting that are handed back, or lets them fail again. Raises
+    `BackendError`.
+    """
+    denied, found = Denials(), list[str]()
+    consumers = await asked(denied, "retries", agent_inventory.retries(admin), {})
+    for agent, consumer in sorted(consumers.items()):
+        if consumer.paused and "/".join(agent) in chosen.agents:
+            found.append(f"{'/'.join(agent)} is paused: they wait until somebody resumes it.")
+    for app in chosen.created:
+        workers = await asked(denied, "workers", worker_records.of_app(admin, app), AppWorkers())
+        running = Counter(each.code for each in workers.living if each.code)
+        if len(running) > 1:
+            runs = " and ".join(f"{code} on {_workers(count)}" for code, count in sorted(running.items()))
+            found.append(f"{app} runs {runs}: some may come to the version with which they failed.")
+    if said := denied.text():
+        found.append(f"Whether their agents are paused, or run several versions, is {said}.")
+    return found
+
+
+def told(chosen: Chosen, fields: Mapping[str, str]) -> str:
+    """Return what a filter selects, such as `3 dead letters of field/index (reason rejected) are`."""
+    count, agents = len(chosen.times), chosen.agents
+    are_named = len(agents) <= MOST_NAMED
+    by = [f"{name} {text}" for name, text in fields.items() if not are_named or name not in ("app", "agent")]
+    of = ", ".join(agents) if are_named else f"{len(agents)} agents"
+    chosen_by = f" ({', '.join(by)})" if by else ""
+    return f"{counted(count)} of {of}{chosen_by} {'are' if count > 1 else 'is'}"
+
+
+def which(chosen: Chosen) -> list[str]:
+    """Return in sentences which notifications they are of."""
+    of = [
+        f"{stream}@{first} to @{last}" if first < last else f"{stream}@{first}"
+        for stream, (first, last) in chosen.notifications.items()
+    ]
+    common = chosen.causes[0].common if len(chosen.causes) == 1 else ""
+    return [f"They are of {', '.join(of)}" + (f", {common}." if common else ".")]
+
+
+def counted(count: int) -> str:
+    return f"{count:,} dead letter{'s' if count > 1 else ''}"
+
+
+def address(fields: Mapping[str, str]) -> str:
+    """Return the address of the page of what a filter selects."""
+    if {"app", "sequence"} <= fields.keys():
+        return f"/dead-letters/{quote(fields['app'], safe='')}/{quote(fields['sequence'])}"
+    return f"/dead-letters?{urlencode(fields)}" if fields else "/dead-letters"
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count > 1 else ''}"
 
 
 async def act(admin: Admin, audit: Audit, job: Job) -> None:
@@ -160,33 +254,34 @@ async def act(admin: Admin, audit: Audit, job: Job) -> None:
         await anyio.sleep(AGAIN_SECONDS)
 
 
-async def failed_again(admin: Admin, job: Job) -> str:
-    """Return in words how many of those that a job has handed back are dead letters again by now, and how many are
-    handled.
-    """
-    why, waiting, settled = f"the server has not told the rest within {LOOK_SECONDS:g} s", 0, False
-    try:
-        with anyio.move_on_after(LOOK_SECONDS):
-            async with job.looking:
-                for app in job.created:
-                    await _look(admin, job, app)
-            why = ""
-            consumers = await agent_inventory.retries(admin)
-            waiting = sum(consumers[agent].lag for agent in job.agents if agent in consumers)
-            settled = not waiting and job.agents <= consumers.keys()
-    except NotFoundError as error:
-        why = str(error)
+async def came_to(admin: Admin, *jobs: Job) -> dict[int, CameTo]:
+    """Return what has become of the dead letters that jobs have handed back, by the job's number."""
+    jobs, found = tuple(job for job in jobs if job.agents and job.hands_back), dict[int, CameTo]()
+    if not jobs:
+        return found
+    try:  # before the dead letters: one that fails meanwhile is counted as one that waits, and not as handled
+        waiting, why = {agent: each.lag for agent, each in (await agent_inventory.retries(admin)).items()}, ""
     except BackendError as error:
-        why = describe(error)
-    handled = job.done - job.failed_again - job.windows
-    said = (
-        f"{job.failed_again} are dead letters again",
-        f"{handled} of {job.done} are handled" if settled else "",
-        f"and it is not known whether more are: {why}" if why else "",
-        f"of {job.windows} windows it is not known" if job.windows else "",
-        f"their agents have {waiting} retries to finish" if waiting else "",
-    )
-    return "; ".join(filter(None, said))
+        waiting, why = {}, describe(error)
+    with anyio.move_on_after(LOOK_SECONDS):
+        for job in jobs:
+            found[job.number] = await _came_to(admin, job, waiting, why)
+    late = f"the server has not told it within {LOOK_SECONDS:g} s"
+    return {job.number: found.get(job.number) or job.came_to_so_far(0, why or late) for job in jobs}
+
+
+async def _came_to(admin: Admin, job: Job, waiting: Mapping[tuple[str, str], int], why: str) -> CameTo:
+    try:
+        async with job.looking:
+            for app in job.created:
+                await _look(admin, job, app)
+    except NotFoundError as error:
+        why = why or str(error)
+    except BackendError as error:
+        why = why or describe(error)
+    if missing := sorted("/".join(agent) for agent in job.agents - waiting.keys()):
+        why = why or f"{', '.join(missing)} has no consumer of what is handed back"
+    return job.came_to_so_far(sum(waiting.get(agent, 0) for agent in job.agents), why)
 
 
 async def _look(admin: Admin, job: Job, app: str) -> None:
@@ -207,6 +302,7 @@ async def _look(admin: Admin, job: Job, app: str) -> None:
                 read.to = message.sequence
                 retried = (message.headers or {}).get(dead_letter_records.RETRIED, "")
                 read.failed += retried.partition(".")[0] in handed_back
+                read.most = max(read.most, read.failed)
         read.to = info.last_sequence
 
 

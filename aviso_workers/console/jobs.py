@@ -15,16 +15,62 @@ from aviso_workers.ops.audit import AffectedLetters
 from aviso_workers.ops.dead_letters import is_window
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 
+TONES = {"done": "good", "stopped": "", "failed": "bad"}
+"""By how a job has ended."""
+
 
 class ReadAgain(Struct):
     """How far an app's dead letters were read, for those of a job that are dead letters again."""
 
     failed: int = 0
     """How many of those that are handed back are."""
+    most: int = 0
+    """How many were, whenever it was looked at: some may be retried or erased once more."""
     to: int = 0
     """The sequence up to which they were read."""
     seen: tuple[int, int] = (0, 0)
     """The last sequence of the stream and the number of its messages, when it was last looked at."""
+
+
+class CameTo(Struct, frozen=True, kw_only=True):
+    """What has become of the dead letters that a job has handed back."""
+
+    of: int
+    """How many it has handed back."""
+    again: int
+    """How many became dead letters again, as far as the dead letters were read."""
+    waits: int
+    """How many at most wait for their agents, or are in flight."""
+    windows: int
+    """How many are windows, whose next dead letter does not name the one before."""
+    unsure: str
+    """Why it is not known of the others what has become of them; empty where it is."""
+
+    @property
+    def handled(self) -> int | None:
+        """How many are handled; None where that is not known."""
+        return None if self.unsure else self.of - self.again - self.waits - self.windows
+
+    @property
+    def word(self) -> tuple[str, str]:
+        """The same in a word, and its tone as the class of a style."""
+        if self.unsure:
+            return "not known", ""
+        if self.waits:
+            return "waits", "warn"
+        return ("failed again", "bad") if self.again else ("done", "" if self.windows else "good")
+
+    @property
+    def text(self) -> str:
+        """The same in a sentence without its full stop."""
+        again = f"{self.again:,} became {'dead letters' if self.again > 1 else 'a dead letter'} again"
+        waits = f"{self.waits:,} {'wait for their agents' if self.waits > 1 else 'waits for its agent'}"
+        windows = f"of {self.windows:,} windows it is not known"
+        counted = {again: self.again, waits: self.waits, windows: self.windows}
+        others = ", and ".join(text for text, count in counted.items() if count)
+        known = f"{self.handled:,} of {self.of:,} are handled" if self.handled is not None else ""
+        unsure = f"it is not known how many of {self.of:,} are handled: {self.unsure}"
+        return "; ".join(filter(None, (known or unsure, others)))
 
 
 class Job(Struct, kw_only=True):
@@ -78,14 +124,31 @@ class Job(Struct, kw_only=True):
         """Whether the dead letters are retried, and not erased."""
         return self.right == "retry"
 
+    def came_to_so_far(self, waiting: int, unsure: str) -> CameTo:
+        """Return what has become of those that are handed back, where their agents have so many `waiting`."""
+        again = min(self.done - self.windows, sum(read.most for read in self.read.values()))
+        waits = min(waiting, self.done - self.windows - again)
+        return CameTo(of=self.done, again=again, waits=waits, windows=self.windows, unsure=unsure)
+
+    def told(self, came: CameTo | None) -> tuple[str, str, str]:
+        """Return how it is: a word, its tone as the class of a style, and a sentence without its full stop."""
+        if not self.ended:
+            return "runs", "good", f"{self.done:,} of {self.total:,} are {self.does} so far"
+        word, tone = came.word if came and self.state == "done" else (self.state, TONES[self.state])
+        return word, tone, came.text if came else self.came_to
+
+    @property
+    def chosen_by(self) -> dict[str, str]:
+        """The filter that has selected the dead letters."""
+        return {name: text for name, text in self.selection.items() if name not in ("last", "rate", "why")}
+
+    @property
+    def noun(self) -> str:
+        return "Retry" if self.hands_back else "Erasure"
+
     @property
     def does(self) -> str:
         return "handed back" if self.hands_back else "erased"
-
-    @property
-    def failed_again(self) -> int:
-        """How many of those that are handed back are dead letters again, as far as the dead letters were read."""
-        return sum(read.failed for read in self.read.values())
 
     @property
     def done(self) -> int:

@@ -31,7 +31,7 @@ MAX_ITEMS = 200
 """Of a list."""
 MAX_CHARACTERS = 400_000
 """Where a result has more, whoever asks is told to ask for less."""
-NOT_SHOWN = {"overview", "config", "jobs", "State", "stored", "answer"}
+NOT_SHOWN = {"overview", "config", "jobs", "State", "stored", "answer", "seen"}
 """What only templates need, with the whole configuration, and where the values that a page shows come from."""
 COUNTS = ("in_flight", "at_once", "retrying", "handled_rate", "catches_up_seconds", "dead_letters_of_a_day")
 """What lists show of an agent beside its row."""
@@ -44,7 +44,7 @@ Ask = Callable[[Make, dict[str, str]], Awaitable[Page]]
 
 TOOLS: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
     **{make.__name__: (make, (), ()) for make in (pages.now, pages.timers, pages.spark, pages.apps, pages.doctor)},
-    "agents": (pages.agents, (), ("q", "app", "state", "order", "show", "page")),
+    "agents": (pages.agents, (), ("q", "app", "state", "order", "show")),
     "agent": (pages.agent, ("app", "agent"), ()),
     "app": (pages.app, ("app",), ()),
     "dead_letters": (pages.all_dead_letters, (), dead_letters.FILTERS),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.aviso.positions import day_of, parse_moment
@@ -15,6 +15,7 @@ from aviso_workers.config import display
 from aviso_workers.console import dead_letters, spark_applications
 from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
+from aviso_workers.console.causes import Causes
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.console.shown import part_of
 from aviso_workers.errors import BackendError, InvalidPositionError, NotFoundError
@@ -36,6 +37,10 @@ A_MINUTE, A_DAY = timedelta(minutes=1), timedelta(days=1)
 """A minute is more than clocks differ by."""
 MOST_CAUSES = 5
 """Of how many agents the page Now names the dead letters of the last day."""
+SHOWN_JOBS = 10
+MOST_COLUMNS = 8
+ONE_CAUSE = {"app", "agent", "reason", "line"}
+"""The filters that select one cause, where one is found."""
 NEARLY_FULL = 0.9
 DOCTOR_SECONDS = 1.0
 
@@ -198,9 +203,7 @@ async def agents(question: Question) -> Page:
         "overview": overview,
         "stale": stale_text(overview, question.watcher),
         "denied": overview.snapshot.denied.text(),
-        "agents": part_of(
-            sorted(kinds.get(question.asked("show"), found), key=ORDERS.get(order, _by_state)), question.asked("page")
-        ),
+        "agents": sorted(kinds.get(question.asked("show"), found), key=ORDERS.get(order, _by_state)),
         "chips": [(name, label, len(kinds[name])) for name, (label, _) in SHOWN.items()],
         "failing": [row for row in overview.failing if app in ("", row.app)] if not text and not state else [],
         "order": order,
@@ -253,14 +256,33 @@ async def agent(question: Question) -> Page:
 
 
 async def all_dead_letters(question: Question) -> Page:
-    """The dead letters that a filter selects: in groups, and the newest of them."""
-    found = await question.actions.dead_letters.of(question.query)
+    """The dead letters that a filter selects: by cause, and the newest of them."""
+    overview, actions = await question.overview(), question.actions
+    found = await actions.dead_letters.of(question.query, overview.config, now=overview.time)
+    filters = {name: text for name in dead_letters.FILTERS if (text := question.asked(name))}
+    newest, causes = part_of(found.newest, question.asked("page"), dead_letters.SHOWN), Causes(overview.config)
+    rows = structs.replace(newest, rows=[(each, causes.identifier(each)) for each in newest.rows])
+    jobs = actions.jobs[:SHOWN_JOBS]
+    came_to = await dead_letters.came_to(actions.admin, *jobs)
     values = {
-        "found": found,
-        "last": found.newest[0].stored.timestamp_ns if found.newest else 0,
-        "jobs": question.actions.jobs,
+        "overview": overview,
+        "found": structs.replace(found, newest=[]),
+        "newest": rows,
+        "columns": _columns([identifier for _, identifier in rows.rows]),
+        "filters": filters,
+        "jobs": [(job, job.told(came_to.get(job.number))) for job in jobs],
+        "time": datetime.now(UTC),
     }
+    if len(found.causes) == 1 and filters.keys() >= ONE_CAUSE:
+        return Page("cause.html", f"{found.causes[0].error:.100}", {**values, "cause": found.causes[0]})
     return Page("dead_letters.html", "Dead letters", values)
+
+
+def _columns(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
+    """Return the fields of the identifiers, as many as fit, and whether the values of a field differ."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = [(name, len({row.get(name) for row in rows}) > 1) for name in names]
+    return found[:MOST_COLUMNS]
 
 
 async def dead_letter(question: Question) -> Page:
@@ -273,8 +295,10 @@ async def dead_letter(question: Question) -> Page:
 async def job(question: Question) -> Page:
     """An action on many dead letters, as it goes on."""
     found = question.actions.job(_number(question, "number"))
-    again = await dead_letters.failed_again(question.actions.admin, found) if found.agents and found.hands_back else ""
-    return Page("job.html", f"Job {found.number}", {"job": found, "again": again}, live=True)
+    came = (await dead_letters.came_to(question.actions.admin, found)).get(found.number)
+    _, tone, text = found.told(came)
+    values = {"job": found, "came": came, "tone": tone, "text": text, "time": datetime.now(UTC)}
+    return Page("job.html", f"{found.noun} of {found.total:,}", values, live=True)
 
 
 async def notification(question: Question) -> Page:

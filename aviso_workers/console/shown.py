@@ -203,12 +203,12 @@ class Part(Struct, frozen=True):
         return self.first + len(self.rows) - 1
 
 
-def part_of(rows: Sequence[Any], page: str) -> Part:
+def part_of(rows: Sequence[Any], page: str, size: int = PAGE_ROWS) -> Part:
     """Return a part of a list, by its number from 1; the first one for what is no number, the last one beyond it."""
-    pages = max(1, -(-len(rows) // PAGE_ROWS))
+    pages = max(1, -(-len(rows) // size))
     number = min(pages, max(1, int(page) if page.isdecimal() and len(page) < 9 else 1))
-    begin = (number - 1) * PAGE_ROWS
-    return Part(rows[begin : begin + PAGE_ROWS], number, pages, len(rows), begin + 1)
+    begin = (number - 1) * size
+    return Part(rows[begin : begin + size], number, pages, len(rows), begin + 1)
 
 
 FILTERS = {

@@ -224,7 +224,8 @@ class _Views:
                 log.warning("console.forbidden", who=visitor.name, action=name)
                 raise HTTPException(403, str(error)) from error
             if isinstance(done, Confirmation):
-                page = Page("confirm.html", action.title, {"asked": done, "action": action, "plan": done.plan})
+                values = {"asked": done, "action": action, "plan": done.plan}
+                page = Page("confirm.html", done.plan.asks or f"{action.title}?", values)
                 return HTMLResponse(self._whole(request, page))
             return RedirectResponse(done, 303)
 

@@ -35,6 +35,7 @@ PORTION_BYTES = 8 * 2**20
 """The most bytes that their bodies may take in memory; a single one may take more."""
 DELETES_AT_ONCE = 64
 """Requests to delete a message that are under way at the same time."""
+NO_LINE = "none"
 
 
 def _nothing(_dead_letter: DeadLetter) -> None:
@@ -59,7 +60,7 @@ class Selection(Struct, frozen=True, kw_only=True):
     error: str | None = None
     """A part of the error's text, in any case."""
     line: str | None = None
-    """The file and the line that raised the error, such as `fields.py:12`."""
+    """The file and the line that raised the error, such as `fields.py:12`; `NO_LINE` where none is known."""
 
     def takes(self, dead_letter: DeadLetter) -> bool:
         return all(
@@ -73,7 +74,7 @@ class Selection(Struct, frozen=True, kw_only=True):
                 self.since is None or dead_letter.time >= self.since,
                 self.until is None or dead_letter.time <= self.until,
                 self.error is None or self.error.lower() in dead_letter.error.lower(),
-                self.line is None or self.line == line_of(dead_letter),
+                self.line is None or self.line == (line_of(dead_letter) or NO_LINE),
             )
         )
 
@@ -106,8 +107,8 @@ def line_of(dead_letter: DeadLetter) -> str:
     return dead_letter.traceback.rpartition(" > ")[2].partition(" ")[0]
 
 
-def grouped(groups: dict[tuple[str, ...], Group], dead_letter: DeadLetter) -> None:
-    """Add a dead letter, the oldest of all first, to those that failed in the same way."""
+def grouped(groups: dict[tuple[str, ...], Group], dead_letter: DeadLetter) -> Group:
+    """Add a dead letter, the oldest of all first, to those that failed in the same way, and return these."""
     kind, at = dead_letter.error.partition(":")[0], line_of(dead_letter)
     of = (dead_letter.app, dead_letter.agent, dead_letter.reason, kind, at)
     group = groups.get(of)
@@ -117,6 +118,7 @@ def grouped(groups: dict[tuple[str, ...], Group], dead_letter: DeadLetter) -> No
         )
     group.count += 1
     group.newest = dead_letter
+    return group
 
 
 class StoredDeadLetters:

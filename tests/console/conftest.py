@@ -165,10 +165,23 @@ async def confirmed(client: httpx.AsyncClient, action: str, **fields: str) -> ht
     """Do an action as somebody does who confirms what is shown; the answer to the confirmation."""
     asked = await client.post(f"/actions/{action}", content=urlencode(fields), headers=FORM)
     assert asked.status_code == 200, text_of(asked.text)
-    return await client.post(f"/actions/{action}", data=hidden_fields(asked.text, action))
+    return await confirm(client, action, asked)
+
+
+async def confirm(client: httpx.AsyncClient, action: str, asked: httpx.Response) -> httpx.Response:
+    """Confirm what was asked; the answer."""
+    return await client.post(f"/actions/{action}", data=hidden_fields(asked.text, action) | filled_in(asked.text))
 
 
 def hidden_fields(html: str, action: str) -> dict[str, str]:
     """The fields of the form of an action."""
-    (form,) = re.findall(rf'<form method="post" action="/actions/{action}".*?</form>', html, re.DOTALL)
+    (form,) = re.findall(rf'<form [^>]*action="/actions/{action}".*?</form>', html, re.DOTALL)
     return dict(re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)">', form))
+
+
+def filled_in(html: str, why: str = "a test") -> dict[str, str]:
+    """What somebody fills in who confirms: a reason, and the number where it is asked for; the rate as it stands."""
+    number = re.search(r"Type ([\d,]+) to", html)
+    rate = re.search(r'name="rate"[^>]* value="([^"]+)"', html)
+    found = {"number": number, "rate": rate}
+    return {"why": why} | {name: match[1] for name, match in found.items() if match is not None}

@@ -103,13 +103,13 @@ async def test_a_job_is_stopped_by_those_only_who_could_have_begun_it(
 ) -> None:
     await publish(app, 3, 3)
     async with console.client() as client, console.client(READER) as reader:
-        await shown(client, "/dead-letters", "2 of 2 dead letters.")
+        await shown(client, "/dead-letters", "2 dead letters,")
         await confirmed(client, "retry-dead-letters", agent="fails", rate="0.001")
         refused = await reader.post("/actions/stop-job", data={"number": "1"})
-        assert "Stop …" in await shown(client, "/jobs/1", "runs")
-        assert "Stop …" not in await shown(reader, "/jobs/1", "runs")
+        assert "Stop …" in await shown(client, "/jobs/1", "so far")
+        assert "Stop …" not in await shown(reader, "/jobs/1", "so far")
         await confirmed(client, "stop-job", number="1")
-        await shown(client, "/jobs/1", "stopped")
+        await shown(client, "/jobs/1", "Stopped: 1 of 2 handed back")
     assert (refused.status_code, "rolf has no right to retry" in text_of(refused.text)) == (403, True)
 
 

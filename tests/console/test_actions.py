@@ -12,18 +12,22 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from msgspec import structs
 
 from aviso_workers import Ack, App, Reject
 from aviso_workers.aviso.codec import Message
+from aviso_workers.backends import Admin
 from aviso_workers.config import Config
-from aviso_workers.console import dead_letters, jobs
+from aviso_workers.console import actions, dead_letters, jobs
 from aviso_workers.errors import OutcomeUnknownError, UnavailableError
 from aviso_workers.ops import audit
-from aviso_workers.state import orders, own_streams, timer_requests
+from aviso_workers.state import orders, own_streams, timer_requests, worker_records
 from aviso_workers.state.own_streams import AUDIT
 from aviso_workers.state.timer_requests import Run
+from aviso_workers.state.worker_records import AppWorkers
 from aviso_workers.testing import Harness
-from tests.console.conftest import Served, confirmed, hidden_fields, publish, served, shown, text_of
+from tests.console.conftest import Served, confirm, confirmed, filled_in, hidden_fields, publish, served, shown, text_of
+from tests.ops import health_facts
 from tests.waits import PATIENCE_SECONDS
 
 DEAD_LETTERS = own_streams.of_app(own_streams.DEAD_LETTERS, "field-index")
@@ -93,6 +97,76 @@ async def test_an_agent_is_reset(console: Served, app: App, running: Harness) ->
         await shown(client, "/audit", "Reset agent", "it goes on at 1")
 
 
+@pytest.mark.parametrize(
+    ("typed", "why", "said"),
+    [
+        ("2", "duplicates", "You have typed 2, and 3 would be lost. Nothing was done: type 3 if you mean it."),
+        ("", "duplicates", "You have typed no number, and 3 would be lost."),
+        ("3", " ", "Nothing was done: say why, for the audit."),
+    ],
+)
+async def test_what_is_erased_is_erased_with_its_number_and_a_reason_only(
+    console: Served, app: App, running: Harness, typed: str, why: str, said: str
+) -> None:
+    await publish(app, 3, 3, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "3 dead letters,")
+        asked = await client.post("/actions/drop-dead-letters", data={"agent": "fails"})
+        assert "Erase 3 dead letters for good?" in text_of(asked.text)
+        form = {**hidden_fields(asked.text, "drop-dead-letters"), "number": typed, "why": why}
+        again = await client.post("/actions/drop-dead-letters", data=form)
+        assert (again.status_code, said in text_of(again.text)) == (200, True), text_of(again.text)
+        assert (f'value="{why}"' in again.text) is bool(why), "what was filled in stays"
+        assert AUDIT not in await console.admin.stream_names()
+        done = await client.post("/actions/drop-dead-letters", data={**form, "number": "3", "why": "duplicates"})
+        assert done.headers["location"] == "/jobs/1"
+        await shown(client, "/jobs/1", "3 of 3 erased.", "“duplicates”")
+        (action,) = await audit.Audit(console.admin, console.config).newest(1)
+    assert action.record.selection["why"] == "duplicates"
+
+
+async def test_the_number_is_typed_where_many_are_passed_over(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actions, "MANY", 2)
+    await publish(app, 1)
+    await confirmed_pause(console)
+    await publish(app, 1, 1, 1)
+    async with console.client() as client:
+        asked = await client.post("/actions/reset-agent", data={**INDEX, "to": "new"})
+        assert "Type 3 to go on" in text_of(asked.text)
+        refused = await client.post("/actions/reset-agent", data=hidden_fields(asked.text, "reset-agent"))
+        assert "You have typed no number, and 3 would be lost." in text_of(refused.text)
+        assert (await confirm(client, "reset-agent", asked)).status_code == 303
+
+
+async def confirmed_pause(console: Served) -> None:
+    async with console.client() as client:
+        assert (await confirmed(client, "pause-agent", **INDEX)).status_code == 303
+
+
+async def test_a_retry_says_that_the_agent_is_paused_and_that_two_versions_run(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def of_app(admin: Admin, app: str) -> AppWorkers:
+        found = [structs.replace(health_facts.worker(name), code=code) for name, code in versions.items()]
+        return AppWorkers(living=tuple(found))
+
+    versions = {"a": "1.0", "b": "1.0", "c": "1.1"}
+    await publish(app, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters", "1 dead letter,")
+        asked = await client.post("/actions/retry-dead-letters", data={"agent": "fails"})
+        assert "Retry 1 dead letter?" in text_of(asked.text)
+        assert "is paused" not in asked.text
+        await confirmed(client, "pause-agent", app="field-index", agent="fails")
+        monkeypatch.setattr(worker_records, "of_app", of_app)
+        again = text_of((await confirm(client, "retry-dead-letters", asked)).text)
+    assert "Something has changed since you were asked." in again
+    assert "field-index/fails is paused: they wait until somebody resumes it." in again
+    assert "field-index runs 1.0 on 2 workers and 1.1 on 1 worker: some may come to the version" in again
+
+
 async def test_what_has_changed_since_it_was_shown_is_asked_again(console: Served, app: App, running: Harness) -> None:
     await publish(app, 1)
     await running.settle()
@@ -114,15 +188,16 @@ async def test_all_dead_letters_of_a_filter_are_retried_as_a_job(
     fails.on_error(ValueError)(lambda error: Reject(str(error)))  # an answer, which is not paced as failures are
     await publish(app, *[3] * count)
     async with console.client() as client:
-        await shown(client, "/dead-letters?agent=fails&error=no+such", f"{count} of {count} dead letters.")
+        await shown(client, "/dead-letters?agent=fails&error=no+such", f"{count} dead letters,")
         done = await confirmed(client, "retry-dead-letters", agent="fails", error="no such")
         assert done.headers["location"] == "/jobs/1"
-        page = await shown(client, "/jobs/1", "Retry dead letters: handed back.", f"{count} of {count}")
-        assert "selection agent fails, error no such, last" in page
-        await shown(client, "/dead-letters", f"{count} of {count} dead letters.", str(2 * count))
+        page = await shown(client, "/jobs/1", f"{count} of {count} handed back.")
+        assert "chosen by agent fails, error no such most per second all at once" in page
+        await shown(client, "/dead-letters", f"{count} dead letters,")
         await shown(client, "/audit", "Retry dead letters", f"{count} of {count} handed back")
-        again = f"of these, by now {count} are dead letters again; 0 of {count} are handled What"
-        await shown(client, "/jobs/1", again)
+        again = f"0 of {count} are handled; {count} became dead letters again"
+        await shown(client, "/jobs/1", f"{again}. {count} of {count} handed back.")
+        await shown(client, "/dead-letters", f"Retry of {count} anna", f"failed again {again}")
 
 
 async def test_a_job_says_that_all_are_handled(console: Served, app: App, running: Harness) -> None:
@@ -131,18 +206,45 @@ async def test_a_job_says_that_all_are_handled(console: Served, app: App, runnin
     fails.on_error(ValueError)(lambda error: Ack() if mended else Reject(str(error)))
     await publish(app, 3, 3, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters?agent=fails", "3 of 3 dead letters.")
+        await shown(client, "/dead-letters?agent=fails", "3 dead letters,")
         mended = True
         await confirmed(client, "retry-dead-letters", agent="fails")
-        await shown(client, "/jobs/1", "of these, by now 0 are dead letters again; 3 of 3 are handled")
+        await shown(
+            client, "/jobs/1", "3 of 3 are handled. 3 of 3 handed back.", "handled 3 dead letters again 0 wait 0"
+        )
+        await shown(client, "/dead-letters", "done 3 of 3 are handled")
         handled = await shown(client, "/notification?name=mars@1", "handled field-index/fails Handed back at ")
     assert " by anna, console, and settled since" in handled
+
+
+async def test_a_job_does_not_count_as_handled_what_was_a_dead_letter_again(
+    console: Served, app: App, running: Harness
+) -> None:
+    await publish(app, 3, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters?agent=fails", "2 dead letters,")
+        await confirmed(client, "retry-dead-letters", agent="fails")
+        await shown(client, "/jobs/1", "0 of 2 are handled; 2 became dead letters again")
+        await confirmed(client, "drop-dead-letters", agent="fails")
+        await shown(client, "/dead-letters", "There are none.", "done 2 of 2 erased")
+        await shown(client, "/jobs/1", "0 of 2 are handled; 2 became dead letters again")
+
+
+async def test_what_waits_for_a_paused_agent_is_not_handled(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 3)
+    async with console.client() as client:
+        await shown(client, "/dead-letters?agent=fails", "1 dead letter,")
+        await confirmed(client, "pause-agent", app="field-index", agent="fails")
+        await confirmed(client, "retry-dead-letters", agent="fails")
+        said = "0 of 1 are handled; 1 waits for its agent. 1 of 1 handed back. This page says when none waits any more."
+        await shown(client, "/jobs/1", said)
+        await shown(client, "/dead-letters", "waits 0 of 1 are handled; 1 waits for its agent")
 
 
 async def test_what_was_erased_from_the_console_says_by_whom(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await shown(client, "/dead-letters", "1 dead letter,")
         await confirmed(client, "drop-dead-letters", agent="fails")
         erased = await shown(client, "/notification?name=mars@1", "erased field-index/fails Its dead letter 1 was ")
     assert " by anna, console" in erased
@@ -151,41 +253,43 @@ async def test_what_was_erased_from_the_console_says_by_whom(console: Served, ap
 async def test_those_that_came_after_it_was_shown_are_left_alone(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await shown(client, "/dead-letters", "1 dead letter,")
         asked = await client.post("/actions/drop-dead-letters", data={"agent": "fails"})
         await publish(app, 3)
-        await shown(client, "/dead-letters", "2 of 2 dead letters.")
-        await client.post("/actions/drop-dead-letters", data=hidden_fields(asked.text, "drop-dead-letters"))
-        await shown(client, "/jobs/1", "Erase dead letters: done.", "1 of 1")
-        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await shown(client, "/dead-letters", "2 dead letters,")
+        await confirm(client, "drop-dead-letters", asked)
+        await shown(client, "/jobs/1", "Erasure of 1", "1 of 1 erased.")
+        await shown(client, "/dead-letters", "1 dead letter,")
 
 
 async def test_one_dead_letter_is_erased_from_its_page(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "2 of 2 dead letters.")
+        await shown(client, "/dead-letters", "2 dead letters,")
         page = await client.get("/dead-letters/field-index/1")
         asked = await client.post("/actions/drop-dead-letters", data=hidden_fields(page.text, "drop-dead-letters"))
-        assert "1 dead letters (app field-index, sequence 1) are erased for good." in text_of(asked.text)
-        await client.post("/actions/drop-dead-letters", data=hidden_fields(asked.text, "drop-dead-letters"))
-        await shown(client, "/jobs/1", "Erase dead letters: done.", "1 of 1")
-        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        assert (
+            "1 dead letter of field-index/fails (sequence 1) is erased. Nobody can bring back or retry what is erased."
+            in text_of(asked.text)
+        )
+        await confirm(client, "drop-dead-letters", asked)
+        await shown(client, "/jobs/1", "Erasure of 1", "1 of 1 erased.")
+        await shown(client, "/dead-letters", "1 dead letter,")
         assert (await client.get("/dead-letters/field-index/2")).status_code == 200
 
 
 async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> None:
     await publish(app, *[3] * 5)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "5 of 5 dead letters.")
+        await shown(client, "/dead-letters", "5 dead letters,")
         await confirmed(client, "retry-dead-letters", agent="fails", rate="0.001")
-        await shown(client, "/jobs/1", "runs", "1 of 5")
+        await shown(client, "/jobs/1", "1 of 5 are handed back so far.")
         await confirmed(client, "stop-job", number="1")
         await shown(
             client,
             "/jobs/1",
-            "Retry dead letters: stopped.",
-            "1 of 5 handed back; 4 are not",
-            "Not done Dead letters field-index/2 , field-index/3",
+            "Stopped: 1 of 5 handed back; 4 are not",
+            "Not handed back Dead letters field-index/2 , field-index/3",
         )
         await shown(client, "/audit", "stopped 1 of 5 handed back; 4 are not")
 
@@ -286,9 +390,9 @@ async def test_an_audit_stream_that_was_deleted_is_made_again(console: Served, a
 async def test_a_form_that_is_sent_twice_begins_one_job(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 3, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "3 of 3 dead letters.")
+        await shown(client, "/dead-letters", "3 dead letters,")
         asked = await client.post("/actions/retry-dead-letters", data={"agent": "fails", "rate": "0.001"})
-        form = hidden_fields(asked.text, "retry-dead-letters")
+        form = {**hidden_fields(asked.text, "retry-dead-letters"), "rate": "0.001"}  # and no reason
         answers = [await client.post("/actions/retry-dead-letters", data=form) for _ in range(2)]
         await shown(client, "/jobs/1", "1 of 3")
         answers.append(await client.post("/actions/retry-dead-letters", data=form))
@@ -302,13 +406,13 @@ async def test_of_two_jobs_on_the_same_dead_letters_each_counts_its_own(
 ) -> None:
     await publish(app, *[3] * 40)
     async with console.client() as client, served(console.config) as other, other.client() as of_other:
-        await shown(client, "/dead-letters", "40 of 40 dead letters.")
+        await shown(client, "/dead-letters", "40 dead letters,")
         asked = await client.post("/actions/drop-dead-letters", data={"agent": "fails"})
-        form = hidden_fields(asked.text, "drop-dead-letters")
+        form = hidden_fields(asked.text, "drop-dead-letters") | filled_in(asked.text)
         async with anyio.create_task_group() as confirming:
             for each in (client, of_other):
                 confirming.start_soon(partial(each.post, "/actions/drop-dead-letters", data=form))
-        pages = [await shown(each, "/jobs/1", "Erase dead letters: done.") for each in (client, of_other)]
+        pages = [await shown(each, "/jobs/1", " of 40 erased", without="it goes on") for each in (client, of_other)]
     counts = [int(re.findall(r"result (\d+) of 40 erased", page)[0]) for page in pages]
     assert sum(counts) == 40, pages
 
@@ -352,20 +456,22 @@ async def test_a_job_tells_what_has_failed_again_and_reads_only_what_is_new(
     monkeypatch.setattr(dead_letters, "LOOK_SECONDS", PATIENCE_SECONDS)
     await publish(app, 3, 3, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters?agent=fails", "3 of 3 dead letters.")
+        await shown(client, "/dead-letters?agent=fails", "3 dead letters,")
         await confirmed(client, "retry-dead-letters", agent="fails")
-        await shown(client, "/jobs/1", "result 3 of 3 handed back of these, by now 3 are dead letters again")
-        await publish(app, 3)
-        await shown(client, "/dead-letters", "4 of 4 dead letters.")
+        await shown(client, "/jobs/1", "0 of 3 are handled; 3 became dead letters again. 3 of 3 handed back.")
         starts.clear()
+        await publish(app, 3)
+        await shown(client, "/dead-letters", "4 dead letters,")
         for _ in range(3):
-            await shown(client, "/jobs/1", "3 are dead letters again")
+            await shown(client, "/jobs/1", "3 became dead letters again")
         assert starts == [7]  # the new one, once
         await console.admin.delete_message(DEAD_LETTERS, 5)
-        await shown(client, "/jobs/1", "2 are dead letters again")
+        await shown(client, "/jobs/1", "0 of 3 are handled; 3 became dead letters again")
         assert starts == [7, 4]  # those behind the ones that were retried
         await console.admin.delete_stream(DEAD_LETTERS)
-        await shown(client, "/jobs/1", f"it is not known whether more are: the stream {DEAD_LETTERS} was deleted")
+        await shown(
+            client, "/jobs/1", f"It is not known how many of 3 are handled: the stream {DEAD_LETTERS} was deleted"
+        )
 
 
 async def test_a_job_goes_on_where_another_server_has_taken_over(
@@ -384,12 +490,12 @@ async def test_a_job_goes_on_where_another_server_has_taken_over(
     monkeypatch.setattr(dead_letters, "AGAIN_SECONDS", 0.05)
     await publish(app, 3, 3, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "3 of 3 dead letters.")
+        await shown(client, "/dead-letters", "3 dead letters,")
         monkeypatch.setattr(console.admin, "publish_many", publish_many)
         await confirmed(client, "retry-dead-letters", agent="fails")
-        await shown(client, "/jobs/1", "result 3 of 3 handed back of these, by now 3 are dead letters again")
+        await shown(client, "/jobs/1", "0 of 3 are handled; 3 became dead letters again. 3 of 3 handed back.")
         assert not failures
-        await shown(client, "/dead-letters", "3 of 3 dead letters.")  # each was handed back once
+        await shown(client, "/dead-letters", "3 dead letters,")  # each was handed back once
 
 
 async def test_a_job_leaves_alone_what_has_its_sequences_in_a_stream_that_was_made_again(
@@ -397,7 +503,7 @@ async def test_a_job_leaves_alone_what_has_its_sequences_in_a_stream_that_was_ma
 ) -> None:
     await publish(app, 3, 3, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "3 of 3 dead letters.")
+        await shown(client, "/dead-letters", "3 dead letters,")
         await confirmed(client, "drop-dead-letters", agent="fails", rate="0.5")
         await shown(client, "/jobs/1", "1 of 3")
         await console.admin.delete_stream(DEAD_LETTERS)
@@ -406,7 +512,7 @@ async def test_a_job_leaves_alone_what_has_its_sequences_in_a_stream_that_was_ma
             client, "/jobs/1", "1 of 3 erased; 2 are not, as far as is known", "was deleted or made again since"
         )
         await shown(client, "/audit", "failed 1 of 3 erased; 2 are not")
-        await shown(client, "/dead-letters", "3 of 3 dead letters.")
+        await shown(client, "/dead-letters", "3 dead letters,")
 
 
 async def test_the_same_is_done_again_in_a_stream_that_was_made_again(
@@ -415,16 +521,16 @@ async def test_the_same_is_done_again_in_a_stream_that_was_made_again(
     async with console.client() as client:
         for number in (1, 2):
             await publish(app, 3)
-            await shown(client, "/dead-letters", "1 of 1 dead letters.")
+            await shown(client, "/dead-letters", "1 dead letter,")
             await confirmed(client, "drop-dead-letters", agent="fails")
-            await shown(client, f"/jobs/{number}", "Erase dead letters: done.", "1 of 1 erased")
+            await shown(client, f"/jobs/{number}", "1 of 1 erased")
             await console.admin.delete_stream(DEAD_LETTERS)
 
 
 async def test_a_job_with_which_the_console_ends_blames_nobody(config: Config, app: App, running: Harness) -> None:
     await publish(app, 3, 3)
     async with served(config) as console, console.client() as client:
-        await shown(client, "/dead-letters", "2 of 2 dead letters.")
+        await shown(client, "/dead-letters", "2 dead letters,")
         await confirmed(client, "drop-dead-letters", agent="fails", rate="0.001")
         await shown(client, "/jobs/1", "1 of 2")
     async with served(config) as console, console.client() as client:
@@ -437,9 +543,9 @@ async def test_of_windows_a_job_says_that_it_is_not_known_what_failed_again(
     monkeypatch.setattr(jobs, "is_window", lambda _: True)
     await publish(app, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await shown(client, "/dead-letters", "1 dead letter,")
         await confirmed(client, "retry-dead-letters", agent="fails")
-        await shown(client, "/jobs/1", "1 of 1 handed back", "of 1 windows it is not known")
+        await shown(client, "/jobs/1", "0 of 1 are handled; of 1 windows it is not known. 1 of 1 handed back.")
 
 
 async def test_a_job_gives_up_where_no_server_takes_over(
@@ -453,7 +559,7 @@ async def test_a_job_gives_up_where_no_server_takes_over(
     monkeypatch.setattr(console.admin, "delete_message", delete_message)
     await publish(app, 3, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "2 of 2 dead letters.")
+        await shown(client, "/dead-letters", "2 dead letters,")
         await confirmed(client, "drop-dead-letters", agent="fails")
         await shown(client, "/jobs/1", "0 of 2 erased; 2 are not, as far as is known; 1 to 2: OutcomeUnknownError")
 

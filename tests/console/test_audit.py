@@ -65,7 +65,7 @@ async def test_a_filter_that_matches_nothing_says_what_there_is(console: Served,
 async def test_an_action_on_dead_letters_says_which_it_took(console: Served, app: App, running: Harness) -> None:
     await publish(app, 1, 3, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "2 of 2 dead letters.")
+        await shown(client, "/dead-letters", "2 dead letters,")
         await confirmed(client, "drop-dead-letters", app="field-index", agent="fails", why="a rehearsal", number="2")
         page = await shown(client, "/audit?of=field-index/fails", "2 of 2 erased")
     assert "Erase dead letters field-index/fails" in page

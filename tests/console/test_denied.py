@@ -176,7 +176,7 @@ async def prepare(config: Config, app: App) -> None:
     await publish(app, 3, 4)
     async with served(config) as console, console.client() as client:
         await shown(client, "/", "1 agent needs you")
-        await shown(client, LETTERS, "1 of 1 dead letters.")
+        await shown(client, LETTERS, "1 dead letter,")
         await confirmed(client, "pause-timer", app="field-index", timer="report")
 
 

@@ -98,7 +98,7 @@ async def prepared(console: Served, app: App) -> None:
     """Have a dead letter and an agent that is blocked."""
     await publish(app, 1, 3, payload={"path": SECRET})
     async with console.client() as browser:
-        await shown(browser, "/dead-letters", "1 of 1 dead letters.")
+        await shown(browser, "/dead-letters", "1 dead letter,")
         await shown(browser, "/agents/field-index/blocks", "Blocked for", "at MARS@")
         await shown(browser, "/", "1 dead letter of the last day waits")
 
@@ -144,7 +144,7 @@ async def test_a_user_without_the_right_gets_no_payload_and_nobody_a_secret(
     [
         ("agent", {"app": "field-index", "agent": "nobody"}, "no agent nobody of app field-index reads one of"),
         ("agent", {"app": "field-index"}, "agent needs app, agent, and takes nothing besides"),
-        ("agents", {"nme": "x"}, "agents needs nothing, and takes q, app, state, order besides"),
+        ("agents", {"nme": "x"}, "agents needs nothing, and takes q, app, state, order, show besides"),
         ("dead_letter", {"app": "field-index", "sequence": "many"}, "'many' is no number"),
         ("dead_letters", {"since": "noon"}, "since"),
     ],

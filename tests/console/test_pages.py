@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from msgspec import structs
 from aviso_workers import App, Notification, Notify, RetryPolicy
 from aviso_workers.backends import Admin, Backend
 from aviso_workers.config import Config
-from aviso_workers.console import serve, web
+from aviso_workers.console import dead_letters, serve, web
 from aviso_workers.console import shown as shown_values
 from aviso_workers.console.pages import PAGES
 from aviso_workers.errors import UnavailableError
@@ -98,22 +99,62 @@ async def test_an_agent_shows_its_policy_and_what_waits(console: Served, app: Ap
 async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 3, 3, 4)
     async with console.client() as client:
-        page = await shown(client, "/dead-letters", "3 of 3 dead letters.")
-        other = await shown(client, "/dead-letters?agent=index", "0 of 3 dead letters.")
+        page = await shown(client, "/dead-letters", "3 dead letters,")
+        other = await shown(client, "/dead-letters?agent=index", "0 of 3 dead letters")
         await shown(client, "/agents?q=fails", "3 (3 of 24 h)")
         mistaken = await client.get("/dead-letters?since=noon")
         not_a_number = await client.get("/dead-letters?sequence=1.5")
-    assert "3 field-index/fails attempts_exhausted ValueError" in page
+    assert "all of the last day, by 1 cause" in page
+    assert (
+        "3 ValueError: no such field &lt;b&gt;3&lt;/b&gt; field-index/fails failed for them at test_pages" not in page
+    )
     assert "No dead letter matches." in other
     assert mistaken.status_code == 400
     assert "since" in text_of(mistaken.text)
     assert "is not the number of a dead letter" in text_of(not_a_number.text)
 
 
+async def test_dead_letters_are_erased_on_the_page_of_one_cause_only(
+    console: Served, app: App, nats_server: NatsServer
+) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def breaks(notification: Notification[Any]) -> None:
+        raise OSError("no disk")
+
+    async with harness(app, server=nats_server.url), console.client() as client:
+        await publish(app, 3, 3)
+        page = await shown(client, "/dead-letters", "4 dead letters, all of the last day, by 2 causes", "Retry all …")
+        assert "Erase" not in page
+        links = re.findall(r'<a class="button" href="([^"]*)">Look', (await client.get("/dead-letters")).text)
+        causes = [text_of((await client.get(html.unescape(link))).text) for link in links]
+        (cause,) = [text for text in causes if "OSError: no disk" in text]
+        other = await shown(client, "/dead-letters?agent=breaks", "By cause", "2 of 4 dead letters, all")
+        assert "Erase" not in other
+    assert "Retry 2 … Erase 2 …" in cause
+    assert (
+        "of 4: app field-index ✕ agent breaks ✕ reason attempts_exhausted ✕ error OSError ✕ line test_pages.py:"
+        in cause
+    )
+    assert "field-index/breaks failed for 2 notifications at test_pages.py:" in cause
+    assert "class od (all) expver " in cause
+    assert ", 2 values domain g (all) date 20261120 (all)" in cause
+
+
+async def test_the_newest_dead_letters_are_shown_in_parts(
+    console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letters, "SHOWN", 2)
+    await publish(app, 3, 3, 3)
+    async with console.client() as client:
+        page = await shown(client, "/dead-letters", "3 dead letters,", "The newest 1 to 2 of 3", "1 to 2 of 3 Next")
+        assert "MARS@1 od" not in page
+        await shown(client, "/dead-letters?page=2", "The newest 3 to 3 of 3", "MARS@1 od", "Before 3 to 3 of 3")
+
+
 async def test_a_payload_is_for_those_who_may_see_it(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, payload={"secret": "of the payload"})
     async with console.client() as client, console.client(READER) as reader:
-        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await shown(client, "/dead-letters", "1 dead letter,")
         for path in ("/dead-letters/field-index/1", "/notification?name=mars@1"):
             assert "of the payload" in text_of((await client.get(path)).text)
             hidden = text_of((await reader.get(path)).text)
@@ -124,7 +165,7 @@ async def test_a_payload_is_for_those_who_may_see_it(console: Served, app: App, 
 async def test_what_could_hide_or_reorder_text_is_spelled_out(console: Served, app: App, running: Harness) -> None:
     await app.notify("mars", mars(step=3), b'{"path": "\\ud800 \\u202e"}')
     async with console.client() as client:
-        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await shown(client, "/dead-letters", "1 dead letter,")
         for path in ("/dead-letters/field-index/1", "/notification?name=mars@1"):
             answer = await client.get(path)
             assert answer.status_code == 200
@@ -135,7 +176,7 @@ async def test_what_could_hide_or_reorder_text_is_spelled_out(console: Served, a
 async def test_the_doctor_says_once_why_checks_are_not_examined(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3)
     async with console.client() as client:
-        await shown(client, "/dead-letters", "1 of 1 dead letters.")
+        await shown(client, "/dead-letters", "1 dead letter,")
         answer = await client.get("/doctor")
     assert "<code>aviso-workers dead-letters ls --app field-index --agent fails</code>" in answer.text
     page = text_of(answer.text)
@@ -405,7 +446,7 @@ async def test_dead_letters_that_were_handed_back_wait_for_a_worker(console: Ser
     async with app.running():
         await publish(app, 3)
         async with console.client() as client:
-            await shown(client, "/dead-letters", "1 of 1 dead letters.")
+            await shown(client, "/dead-letters", "1 dead letter,")
     async with console.client() as client:
         await confirmed(client, "retry-dead-letters")
         await shown(client, "/", "no worker field-index/fails MARS", "1 wait, and no worker runs")
