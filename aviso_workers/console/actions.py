@@ -112,7 +112,7 @@ class PlannedAction(Struct, frozen=True):
         if self.lost and typed.replace(",", "") != str(self.lost):
             number = f"You have typed {typed:.20}" if typed else "You have typed no number"
             return f"{number}, and {self.lost:,} would be lost. Nothing was done: type {self.lost:,} if you mean it."
-        if self.lost and not form.get("why", "").strip():
+        if self.lost and not _why(form):
             return "Nothing was done: say why, for the audit."
         return ""
 
@@ -253,12 +253,12 @@ def _action(name: str, title: str, right: Right, **settings: Any) -> Callable[[P
 
 @_action("pause-agent", "Pause an agent", "pause")
 async def _pause_agent(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
-    target, fields = await _agent(actions, form), _given(form, "app", "agent", "for", "why")
+    target, fields = await _agent(actions, form), _given(form, "app", "agent", "for")
     seconds, how_long = _pause(form)
 
     async def run(result: ActionResult) -> None:
         until = await agent_control.pause(
-            actions.admin, target, seconds=seconds, by=f"{visitor.name}, console", note=fields.get("why", "")
+            actions.admin, target, seconds=seconds, by=f"{visitor.name}, console", note=_why(form)
         )
         result.text = f"paused until {end_text(until)}"
 
@@ -414,11 +414,10 @@ def _said(plan: Plan | ConsumerPlan) -> str:
 async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
     app, timer = await _timer(actions, form)
     seconds, how_long = _pause(form)
-    note = form.get("note", "").strip()
 
     async def run(result: ActionResult) -> None:
         made = await timer_control.pause(
-            actions.admin, app, timer, seconds=seconds, by=f"{visitor.name}, console", note=note
+            actions.admin, app, timer, seconds=seconds, by=f"{visitor.name}, console", note=_why(form)
         )
         result.text = f"paused until {end_text(made.until)}"
 
@@ -452,7 +451,7 @@ async def _run_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedA
 
 
 def _on_timer(form: Form, run: Run, *says: str) -> PlannedAction:
-    fields = _given(form, "app", "timer", "for", "note")
+    fields = _given(form, "app", "timer", "for")
     return PlannedAction(f"{fields['app']}/{fields['timer']}", "/timers", fields, says, run)
 
 
@@ -475,6 +474,11 @@ async def _agent(actions: Actions, form: Form) -> AgentConsumer:
     return await agent_control.find(
         actions.admin, await actions.known(), form.get("app", ""), form.get("agent", ""), several=True
     )
+
+
+def _why(form: Form) -> str:
+    """Return the reason that somebody gives; empty where none is given."""
+    return form.get("why", "").strip()
 
 
 def _name(agent: AgentConsumer) -> str:

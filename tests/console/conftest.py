@@ -179,9 +179,9 @@ def hidden_fields(html: str, action: str) -> dict[str, str]:
     return dict(re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)">', form))
 
 
-def filled_in(html: str, why: str = "a test") -> dict[str, str]:
-    """What somebody fills in who confirms: a reason, and the number where it is asked for; the rate as it stands."""
+def filled_in(html: str) -> dict[str, str]:
+    """What somebody fills in who confirms: a reason, and the number where it is asked for; the others as they stand."""
     number = re.search(r"Type ([\d,]+) to", html)
-    rate = re.search(r'name="rate"[^>]* value="([^"]+)"', html)
-    found = {"number": number, "rate": rate}
-    return {"why": why} | {name: match[1] for name, match in found.items() if match is not None}
+    why, rate = (re.search(rf'name="{name}"[^>]* value="([^"]+)"', html) for name in ("why", "rate"))
+    found = {"number": number, "rate": rate, "why": why}
+    return {"why": "a test"} | {name: match[1] for name, match in found.items() if match is not None}

@@ -60,7 +60,7 @@ async def test_an_agent_is_paused_and_resumed(console: Served, app: App, running
         await confirmed(client, "resume-agent", **INDEX)
         assert not (await console.admin.consumer_info("MARS", "field-index__index")).paused
         page = await shown(client, "/audit", "All 2 actions since")
-    assert "anna Pause agent field-index/index for 2h paused until" in page
+    assert "anna Pause agent field-index/index for 2h “a test” paused until" in page
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ async def test_retried_notifications_are_decided_about(console: Served, app: App
 async def test_a_timer_is_paused_and_resumed(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         await shown(client, "/timers", "field-index/report")
-        await confirmed(client, "pause-timer", **REPORT, note="the archive is down")
+        await confirmed(client, "pause-timer", **REPORT, why="the archive is down")
         await shown(client, "/timers", "by anna, console: the archive is down")
         await confirmed(client, "resume-timer", **REPORT)
         await shown(client, "/timers", without="paused until")
@@ -334,7 +334,9 @@ async def test_a_run_that_nobody_takes_says_so(console: Served, app: App, runnin
         await shown(client, "/timers", "field-index/report")
         late = Run(asked=await bucket.time() - timedelta(seconds=70), by="anna")
         await bucket.put(timer_requests.runs_key("field-index"), msgspec.json.encode({"report": late}))
-        await shown(client, "/timers", "asked for by anna 1 min ago: no worker has taken it within 60 s, and none will")
+        await shown(
+            client, "/timers", "asked for by anna 1 min ago", "no worker has taken it within 60 s, and none will"
+        )
 
 
 async def test_the_configuration_is_applied_to_a_stream_that_differs(

@@ -52,7 +52,7 @@ def catalogue(config: Config) -> App:
 
 async def test_it_shows_what_the_code_declares(console: Served, catalogue: App, nats_server: NatsServer) -> None:
     async with harness(catalogue, server=nats_server.url), console.client(READER) as client:
-        page = await shown(client, PAGE, "AsyncAPI document as a worker recorded it")
+        page = await shown(client, PAGE, "AsyncAPI document As a worker")
         found = await client.get(f"{PAGE}?as=asyncapi")
         missing = await client.get("/apps/other")
     assert "agent index publishes to indexed" in page

@@ -71,7 +71,7 @@ async def test_a_time_that_utc_does_not_have_is_shown_as_it_is(
         await shown(client, PAGE, "AsyncAPI document As a worker")
         bucket = await consumer_records.bucket(console.admin, "field-index")
         await bucket.put("field-index/deploys", json.dumps([deploy]).encode())
-        await shown(client, PAGE, "agent odd: added", time)
+        await shown(client, f"{PAGE}?times=exact", "agent odd: added", time)
 
 
 async def test_a_time_without_a_zone_makes_a_record_unreadable_and_that_is_told(
@@ -99,4 +99,4 @@ async def test_a_pause_until_the_end_of_time_has_no_next_ticks(console: Served, 
     assert row.next == ()
     assert row.paused is not None
     async with console.client() as client:
-        await shown(client, "/timers", "field-index/report", "paused until 9999-12-31T23:59:59-12:00")
+        await shown(client, "/timers", "field-index/report", "Paused until 9999-12-31T23:59:59-12:00")
