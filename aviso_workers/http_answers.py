@@ -1,7 +1,6 @@
 """Answers that other programs give over HTTP, with a bound in time and in bytes.
 
-Called by `server.processes`, `ops.doctor.monitoring_port` and `spark.rest`. Everything here blocks. The console asks
-its Prometheus on the event loop instead (`console.history`).
+Called by `server.processes`, `ops.doctor.monitoring_port` and `spark.rest`. Everything here blocks.
 """
 
 from __future__ import annotations

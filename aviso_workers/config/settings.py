@@ -374,10 +374,6 @@ class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Text, ...],
         about("Host names by which browsers reach the console, beside its address and localhost. Others are refused."),
     ] = ()
-    prometheus: Annotated[
-        Text | None,
-        about("URL of a Prometheus that scrapes the workers, for the rates of the last hour. Default: none are shown."),
-    ] = None
     users: Annotated[
         dict[str, ConsoleUser],
         about("Users by name. Without users and proxy, everybody on this machine has all rights."),

@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
-from aviso_workers.console.history import Rates, Recent, rates
+from aviso_workers.console.history import Rates, Recent
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError, describe
 from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, reports, snapshots, worker_health
 from aviso_workers.ops.agent_report import AgentHealth, AgentRow
@@ -29,8 +29,6 @@ from aviso_workers.state.worker_records import AppWorkers, AtWork, WorkerRecord
 from aviso_workers.task_groups import asked_of_each
 
 EVERY_SECONDS = 2.0
-RATES_SECONDS = 30.0
-"""How often Prometheus is asked."""
 STALE_SECONDS = 10.0
 """After so long, a snapshot is no picture of now: longer than one takes of a cluster that has lost a stream."""
 TAKES_SECONDS = 20.0
@@ -138,7 +136,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     new_dead_letters: int | None
     """Those of the last 24 hours; None where our user may not ask for them."""
     rates: Rates
-    """Those of the last hour where the configuration names a Prometheus; else those that the console has seen."""
+    """As far as somebody has looked meanwhile."""
     snapshot: ServerSnapshot
 
     def workers_of(self, app: str) -> AppWorkers:
@@ -164,8 +162,8 @@ class Watcher:
         self._admin = admin
         self._config = config
         self._newest: Overview | None = None
-        self._looked_at = self._rates_at = -math.inf
-        self._rates, self._recent = Rates(), Recent()
+        self._looked_at = -math.inf
+        self._recent = Recent()
         self._of_a_day: dict[tuple[str, str], tuple[int, float, int]] = {}
         """By app and agent: all of its dead letters, when those of the last 24 hours were counted, and how many."""
         self._asked = anyio.Event()
@@ -253,16 +251,9 @@ class Watcher:
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
             differing=differing + recorded.unreadable,
             new_dead_letters=await self._new_dead_letters(snapshot),
-            rates=await self._newest_rates(),
+            rates=self._recent.rates(snapshot.at),
             snapshot=snapshot,
         )
-
-    async def _newest_rates(self) -> Rates:
-        url = self._config.workers.console.prometheus
-        if url is not None and anyio.current_time() - self._rates_at > RATES_SECONDS:
-            self._rates, self._rates_at = await rates(url), anyio.current_time()
-        recent = self._recent.rates(anyio.current_time())
-        return structs.replace(recent, error=self._rates.error) if url is None or self._rates.error else self._rates
 
     async def _new_dead_letters(self, snapshot: ServerSnapshot) -> int | None:
         found = {name: each for name, each in snapshot.streams.items() if own_streams.app_of(DEAD_LETTERS, name)}

@@ -226,7 +226,7 @@ def stay(deployment: Deployment, worker: Worker, spark_events: Worker) -> None:
     with (
         deployment.tour_worker() as tour,
         deployment.prometheus(worker, spark_events, tour) as prometheus,
-        deployment.console(prometheus) as pages,
+        deployment.console() as pages,
     ):
         for name, place in (
             ("console", pages),
@@ -239,7 +239,7 @@ def stay(deployment: Deployment, worker: Worker, spark_events: Worker) -> None:
             ("logs", deployment.log_dir),
         ):
             console.print(f"  {name:<20} {_plain(str(place))}")
-        act(pages, "pause-timer", app="tour", timer="tidy_up", note="shown by the demo")
+        act(pages, "pause-timer", app="tour", timer="tidy_up", why="shown by the demo")
         act(pages, "retry-dead-letters", app="tour", agent="check_field")
         console.print("the app tour fails in several ways now, for the pages of the console; Ctrl-C stops it")
         try:

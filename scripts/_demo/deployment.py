@@ -123,9 +123,9 @@ class Deployment:
             yield f"http://{address}"
 
     @contextmanager
-    def console(self, prometheus: str) -> Iterator[str]:
+    def console(self) -> Iterator[str]:
         """The console of the server while the block runs; its address."""
-        with self._command("console", "console", "--port", "0", prometheus=prometheus) as child:
+        with self._command("console", "console", "--port", "0") as child:
             said = re.compile(r"^console: (\S+)$", re.MULTILINE)
             wait_until(
                 lambda: said.search(child.log_file.read_text()) is not None,
@@ -213,10 +213,9 @@ class Deployment:
             )
             yield worker
 
-    def _command(self, name: str, *arguments: str | Path, prometheus: str = "") -> AbstractContextManager[Child]:
+    def _command(self, name: str, *arguments: str | Path) -> AbstractContextManager[Child]:
         command: list[str | Path] = [COMMANDS / "aviso-workers", *arguments, "--config", CONFIG]
-        of_console = {"AVISO_WORKERS_WORKERS__CONSOLE__PROMETHEUS": prometheus} if prometheus else {}
-        return running(name, command, log_dir=self.log_dir, environment=self.environment | of_console)
+        return running(name, command, log_dir=self.log_dir, environment=self.environment)
 
 
 @contextmanager
