@@ -115,6 +115,7 @@ async def test_a_page_shows_what_changes_and_the_browser_has_no_complaint(
     async with opened(browser, console) as (page, complaints):
         await page.route("**/hx-*.js", late)  # as where the network is slow: no script may begin without the others
         await page.goto("/agents")
+        await page.get_by_text("Filter").click()
         await page.get_by_label("Text").fill("half a wo")
         await publish(app, 3)
         await expect(page.locator("#live")).to_contain_text("at MARS@1", timeout=PATIENCE_MS)
@@ -124,6 +125,20 @@ async def test_a_page_shows_what_changes_and_the_browser_has_no_complaint(
     assert [each for each in complaints if "404" not in each] == []
 
 
+async def test_what_somebody_has_opened_and_typed_survives_an_update(
+    browser: Browser, console: Served, app: App, running: Harness
+) -> None:
+    async with opened(browser, console) as (page, _):
+        await page.goto("/agents/field-index/blocks")
+        await page.locator("summary", has_text="Pause").click()
+        await page.get_by_label("For").fill("2h")
+        await page.locator("summary", has_text="Policy").click()
+        await publish(app, 3)
+        await expect(page.locator("#live")).to_contain_text("at MARS@1", timeout=PATIENCE_MS)
+        assert await page.get_by_label("For").input_value() == "2h"
+        await expect(page.get_by_text("order by")).to_be_visible()
+
+
 async def test_a_page_whose_updates_are_paused_stays_as_it_is(
     browser: Browser, console: Served, app: App, running: Harness
 ) -> None:
@@ -131,7 +146,7 @@ async def test_a_page_whose_updates_are_paused_stays_as_it_is(
     async with opened(browser, console) as (page, _):
         await page.goto("/agents?order=lag")
         await page.get_by_role("link", name="Pause updates").click()
-        await expect(page.get_by_text("Updates are paused.")).to_be_visible()
+        await expect(page.get_by_text("Updates are paused")).to_be_visible()
         await page.wait_for_load_state("networkidle")
         page.on("request", lambda request: asked.append(request.url))
         await publish(app, 3)
