@@ -138,7 +138,7 @@ class Fate(Struct, frozen=True, kw_only=True):
         return STATES[self.state][0]
 
 
-class Event(Struct, frozen=True, kw_only=True):
+class Told(Struct, frozen=True, kw_only=True):
     """Something that happened to a notification."""
 
     time: datetime | None
@@ -187,7 +187,7 @@ class Story(Struct, frozen=True, kw_only=True):
     tone: str
     """That of the sentence."""
     fates: list[Fate]
-    events: list[Event]
+    events: list[Told]
     """All that is known to have happened, in order of time."""
     unsure: list[str]
     """Why agents may have published more while they handled it, in sentences."""
@@ -282,12 +282,12 @@ def _who(fates: Sequence[Fate]) -> str:
 
 
 def _events(
-    message: StoredMessage, origin: PublishedBy, kept: Mapping[Agent, Kept], outputs: Sequence[Event]
-) -> list[Event]:
+    message: StoredMessage, origin: PublishedBy, kept: Mapping[Agent, Kept], outputs: Sequence[Told]
+) -> list[Told]:
     """Return what happened to a notification, in order of time."""
     cause = f" while it handled {origin.cause}" if origin.cause else ""
     stored = datetime.fromisoformat(message.time)
-    found = [Event(time=stored, whose=origin.publisher or "a publisher", told=f"published it{cause}"), *outputs]
+    found = [Told(time=stored, whose=origin.publisher or "a publisher", told=f"published it{cause}"), *outputs]
     for (app, agent), of_agent in kept.items():
         name = f"{app}/{agent}"
         last = of_agent.dead
@@ -295,24 +295,24 @@ def _events(
         for dead in letters.values():
             link = dead.id if last is not None and dead.id == last.id else None
             told = f"made it dead letter {dead.sequence}: {dead.reason} after {_counted(dead.attempts, 'attempt')}"
-            found.append(Event(time=dead.time, whose=name, told=told, error=dead.error, tone="bad", dead_letter=link))
+            found.append(Told(time=dead.time, whose=name, told=told, error=dead.error, tone="bad", dead_letter=link))
         for each in of_agent.returns:
             told = f"handed dead letter {each.dead.sequence} back to {name}"
-            found.append(Event(time=each.time, whose=each.by or "somebody", told=told))
+            found.append(Told(time=each.time, whose=each.by or "somebody", told=told))
         if (erased := of_agent.erased) is not None:
             told = f"erased dead letter {erased.sequence} of {name}"
-            found.append(Event(time=erased.time, whose=erased.by, told=told, tone="gone"))
+            found.append(Told(time=erased.time, whose=erased.by, told=told, tone="gone"))
         if (reset := of_agent.reset) is not None:
             told = f"reset {name} {'past it' if reset.how == PASSED_OVER else 'to before it'}"
-            found.append(Event(time=reset.time, whose=reset.by, told=told))
+            found.append(Told(time=reset.time, whose=reset.by, told=told))
     return sorted(found, key=lambda each: each.time or stored)
 
 
-def _now(fates: Collection[Fate]) -> Iterator[Event]:
+def _now(fates: Collection[Fate]) -> Iterator[Told]:
     """Yield what the notification waits for."""
     for state, (tone, _, told) in STATES.items():
         if told and (found := [each for each in fates if each.state == state]):
-            yield Event(time=None, whose=_who(found), told=told, tone=tone)
+            yield Told(time=None, whose=_who(found), told=told, tone=tone)
 
 
 def _counted(number: int, noun: str) -> str:
@@ -535,7 +535,7 @@ async def _outputs(
     message: StoredMessage,
     agents: Collection[AgentHealth],
     readers: Collection[AgentHealth],
-) -> tuple[list[Event], list[str]]:
+) -> tuple[list[Told], list[str]]:
     """Return what agents published while they handled a notification, and `unsure` of its story: the streams are read
     that the code of the agents names.
     """
@@ -548,7 +548,7 @@ async def _outputs(
     unknown = [] if denied.text() else [app for app, found in documents.items() if "operations" not in found]
     unsure = [f"What the agents of {app} publish is not recorded." for app in unknown]
     cause, looked_at = f"{message.stream}@{message.sequence}", 0
-    outputs = list[Event]()
+    outputs = list[Told]()
     trace_id = _origin(message.headers, agents).trace_id
     with anyio.move_on_after(SCAN_SECONDS) as scan:
         bases = {each["channel"]["$ref"].rpartition("/")[2] for each in sent}
@@ -567,9 +567,7 @@ async def _outputs(
                         if (origin.agent and origin.cause == cause) or of_trace:
                             how = "while it handled it" if origin.agent else "in the same trace"
                             told = f"published {name} {how}: {each.subject}"
-                            outputs.append(
-                                Event(time=store_time(each), whose=origin.publisher or "somebody", told=told)
-                            )
+                            outputs.append(Told(time=store_time(each), whose=origin.publisher or "somebody", told=told))
                         looked_at += 1
                         if looked_at == MAX_SCANNED:
                             scan.cancel()
