@@ -178,7 +178,7 @@ async def resume(admin: Admin, agent: AgentConsumer) -> None:
     with suppress(NotFoundError):
         await admin.pause_consumer(of_app(RETRIES, agent.app), agent.consumer, until=None)
     with suppress(DeniedError):  # of another pause, it is not told
-        await orders.withdraw(admin, agent.app, timer_requests.pause_key(agent.app, agent.agent, of="agents"))
+        await timer_requests.withdraw(admin, agent.app, timer_requests.pause_key(agent.app, agent.agent, of="agents"))
 
 
 async def plan_reset(admin: Admin, agent: AgentConsumer, to: Position) -> Reset:

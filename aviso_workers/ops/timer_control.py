@@ -74,7 +74,7 @@ async def pause(
 
 async def resume(admin: Admin, app: str, timer: str) -> None:
     """Resume the timer. Raises `BackendError`."""
-    await orders.withdraw(admin, app, timer_requests.pause_key(app, timer))
+    await timer_requests.withdraw(admin, app, timer_requests.pause_key(app, timer))
 
 
 async def ask(admin: Admin, app: str, timer: str, *, by: str = "") -> Run:

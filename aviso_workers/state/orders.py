@@ -20,7 +20,7 @@ from aviso_workers.backends import Admin
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import Entry, KeyValue
-from aviso_workers.state import bucket_names, consumer_records
+from aviso_workers.state import bucket_names
 
 DECISION_SECONDS = 3600.0
 """For how long a decision stands that no worker has carried out."""
@@ -47,12 +47,6 @@ def bucket_of(app: str) -> str:
 async def bucket(admin: Admin, app: str) -> KeyValue:
     """Return the bucket of an app for an operator, created where it is missing. Raises `BackendError`."""
     return await admin.key_value(bucket_of(app), own=True)
-
-
-async def withdraw(admin: Admin, app: str, key: str) -> None:
-    """Remove an order where there is one. Raises `BackendError`."""
-    if await consumer_records.entry(admin, key, kind="orders") is not None:
-        await (await bucket(admin, app)).delete(key)
 
 
 async def decide(bucket: KeyValue, key: str, decision: Decision) -> int:

@@ -17,10 +17,11 @@ from typing import TypeVar
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import read_json
+from aviso_workers.backends import Admin
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
 from aviso_workers.jetstream.key_value import Entry
-from aviso_workers.state import consumer_records
+from aviso_workers.state import consumer_records, orders
 
 K = TypeVar("K")
 VOID_SECONDS = 60.0
@@ -79,6 +80,12 @@ def with_taken(asked: Mapping[K, Run], taken: Mapping[K, Run]) -> dict[K, Run]:
 def _runs(entries: Iterable[Entry]) -> dict[tuple[str, str], Run]:
     noted = consumer_records.notes(entries, consumer_records.RUN)
     return {(app, timer): run for (app, *_), entry in noted for timer, run in read_runs(entry).items()}
+
+
+async def withdraw(admin: Admin, app: str, key: str) -> None:
+    """Remove an order where there is one. Raises `BackendError`."""
+    if await consumer_records.entry(admin, key, kind="orders") is not None:
+        await (await orders.bucket(admin, app)).delete(key)
 
 
 def pause_key(app: str, name: str, *, of: str = "timers") -> str:
