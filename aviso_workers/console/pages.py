@@ -156,7 +156,7 @@ def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> tu
 
 
 def _counted(count: int, one: str, several: str) -> str:
-    return f"{count} {one if count == 1 else several}" if count else ""
+    return f"{count:,} {one if count == 1 else several}" if count else ""
 
 
 def _rank(state: str) -> int:

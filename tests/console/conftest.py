@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html as html_text
 import itertools
 import re
 from collections.abc import AsyncIterator
@@ -176,7 +177,8 @@ async def confirm(client: httpx.AsyncClient, action: str, asked: httpx.Response)
 def hidden_fields(html: str, action: str) -> dict[str, str]:
     """The fields of the form of an action."""
     (form,) = re.findall(rf'<form [^>]*action="/actions/{action}".*?</form>', html, re.DOTALL)
-    return dict(re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)">', form))
+    found = re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)">', form)
+    return {name: html_text.unescape(value) for name, value in found}
 
 
 def filled_in(html: str) -> dict[str, str]:
@@ -184,4 +186,6 @@ def filled_in(html: str) -> dict[str, str]:
     number = re.search(r"Type ([\d,]+) to", html)
     why, rate = (re.search(rf'name="{name}"[^>]* value="([^"]+)"', html) for name in ("why", "rate"))
     found = {"number": number, "rate": rate, "why": why}
-    return {"why": "a test"} | {name: match[1] for name, match in found.items() if match is not None}
+    return {"why": "a test"} | {
+        name: html_text.unescape(match[1]) for name, match in found.items() if match is not None
+    }
