@@ -374,6 +374,10 @@ class Console(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Text, ...],
         about("Host names by which browsers reach the console, beside its address and localhost. Others are refused."),
     ] = ()
+    path: Annotated[
+        Annotated[str, Meta(pattern=r"^(/[A-Za-z0-9._~-]+)*$")],
+        about("Path under which a proxy serves the console, such as /aviso. Default: none, all of its address."),
+    ] = ""
     users: Annotated[
         dict[str, ConsoleUser],
         about("Users by name. Without users and proxy, everybody on this machine has all rights."),

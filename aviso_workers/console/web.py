@@ -7,6 +7,7 @@ again on the server after each snapshot and sent as an event stream (HTML, "Serv
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -61,6 +62,8 @@ WRITE_SECONDS = 10.0
 """How long somebody may take to receive a part of a page."""
 UNCHANGED_SECONDS = 15.0
 """After so long without a change, a comment shows that the console is there."""
+OWN_ADDRESS = re.compile(r'( (?:href|src|action|hx-sse:connect)=")/')
+"""What of a page has one of our addresses. What others have written has no quotation marks there."""
 LIVE = "live"
 TIMES, EXACT = "times", "exact"
 """The field of an address, and the cookie, by which a reader has chosen exact times."""
@@ -72,7 +75,7 @@ log = structlog.get_logger("aviso_workers.console")
 
 def application(watcher: Watcher, actions: Actions, access: Access) -> ASGIApp:
     """Return the console as an ASGI application."""
-    views = _Views(watcher, actions)
+    views = _Views(watcher, actions, path=(path := actions.config.workers.console.path))
     app = Starlette(
         routes=[
             *(Route(path, views.of_page(make), methods=["GET"]) for path, make in PAGES.items()),
@@ -82,21 +85,24 @@ def application(watcher: Watcher, actions: Actions, access: Access) -> ASGIApp:
         ],
         exception_handlers={HTTPException: views.failed, AvisoWorkersError: views.failed, Exception: views.failed},
     )
-    return _Guard(app, access)
+    return _Guard(app, access, path)
 
 
 class _Guard:
     """Asks whose a request is before anything else sees it, and adds the headers that protect a page."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, path: str) -> None:
         self._app = app
         self._access = access
+        self._path = path
         self._failed = FailedLogins("console.login_failed")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._path and f"{scope['path']}/".startswith(f"{self._path}/"):  # a proxy may also have left it out
+            scope = {**scope, "path": scope["path"][len(self._path) :] or "/"}
         request, nonce = HTTPConnection(scope), secrets.token_urlsafe(16)
         address = request.client.host if request.client is not None else ""
         slowed = self._failed.refusal(address)
@@ -182,8 +188,10 @@ class _Live(StreamingResponse):
 class _Views:
     """Makes answers of pages and actions."""
 
-    def __init__(self, watcher: Watcher, actions: Actions) -> None:
+    def __init__(self, watcher: Watcher, actions: Actions, *, path: str) -> None:
         self._watcher = watcher
+        self._path = path
+        """Under which a proxy serves the pages."""
         self._actions = actions
         self._live = Counter[str]()
         """Pages that are kept up to date, by user."""
@@ -227,7 +235,7 @@ class _Views:
                 values = {"asked": done, "action": action, "plan": done.plan}
                 page = Page("confirm.html", done.plan.asks or f"{action.title}?", values)
                 return HTMLResponse(self._whole(request, page))
-            return RedirectResponse(done, 303)
+            return RedirectResponse(self._path + done, 303)
 
         return answer
 
@@ -271,13 +279,17 @@ class _Views:
         }
 
     def _whole(self, request: Request, page: Page) -> str:
-        return self._templates.get_template(page.template).render(self._context(request, page))
+        return self._addressed(self._templates.get_template(page.template).render(self._context(request, page)))
+
+    def _addressed(self, html: str) -> str:
+        """Return a page whose addresses begin with the path under which it is served."""
+        return OWN_ADDRESS.sub(rf"\1{self._path}/", html) if self._path else html
 
     def _part(self, request: Request, page: Page) -> str:
         """Return what of a page is kept up to date."""
         template = self._templates.get_template(page.template)
         context = template.new_context(self._context(request, page))
-        return "".join(template.blocks["live"](context))
+        return self._addressed("".join(template.blocks["live"](context)))
 
     def _stream(self, request: Request, page: Page, make: Callable[[], Awaitable[Page]]) -> Response:
         """Return the page, and then the page as `make` makes it again and again."""

@@ -174,9 +174,9 @@ async def confirm(client: httpx.AsyncClient, action: str, asked: httpx.Response)
     return await client.post(f"/actions/{action}", data=hidden_fields(asked.text, action) | filled_in(asked.text))
 
 
-def hidden_fields(html: str, action: str) -> dict[str, str]:
+def hidden_fields(html: str, action: str, *, path: str = "") -> dict[str, str]:
     """The fields of the form of an action."""
-    (form,) = re.findall(rf'<form [^>]*action="/actions/{action}".*?</form>', html, re.DOTALL)
+    (form,) = re.findall(rf'<form [^>]*action="{path}/actions/{action}".*?</form>', html, re.DOTALL)
     found = re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)">', form)
     return {name: html_text.unescape(value) for name, value in found}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from contextlib import AsyncExitStack, suppress
 from types import SimpleNamespace
 
@@ -25,7 +26,19 @@ from aviso_workers.state.own_streams import AUDIT
 from aviso_workers.telemetry import failed_logins
 from aviso_workers.telemetry.failed_logins import MAX_FAILED
 from aviso_workers.testing import Harness
-from tests.console.conftest import OPERATOR, READER, Served, confirmed, publish, served, shown, text_of, with_console
+from tests.console.conftest import (
+    OPERATOR,
+    READER,
+    USERS,
+    Served,
+    confirmed,
+    hidden_fields,
+    publish,
+    served,
+    shown,
+    text_of,
+    with_console,
+)
 from tests.contract.settings import app_config
 from tests.waits import PATIENCE_SECONDS
 
@@ -241,6 +254,26 @@ async def test_a_proxy_names_the_user(config: Config) -> None:
                 assert answer.status_code == (200 if name else 401)
     assert said["anna"].endswith("anna, may pause, read ")
     assert said["bob"].endswith("bob, may read ")
+
+
+@pytest.mark.parametrize("stripped", [True, False])
+async def test_a_proxy_serves_it_under_a_path(config: Config, app: App, running: Harness, stripped: bool) -> None:
+    """Proxies leave the path out of what they forward, or do not."""
+    async with served(with_console(config, users=USERS, path="/aviso")) as console, console.client() as client:
+        begin = "" if stripped else "/aviso"
+        await shown(client, f"{begin}/", "Nothing needs you.")
+        page = (await client.get(f"{begin}/agents/field-index/index")).text
+        addresses = re.findall(r'(?:href|src|action|connect)="([^"#]+)"', page)
+        assert [each for each in addresses if not each.startswith("/aviso/")] == []
+        assert {"/aviso/", "/aviso/static/console.css", "/aviso/actions/pause-agent"} <= {*addresses}
+        asked = await client.post(f"{begin}/actions/pause-agent", data=FIELDS)
+        form = hidden_fields(asked.text, "pause-agent", path="/aviso")
+        done = await client.post(f"{begin}/actions/pause-agent", data=form)
+        assert (done.status_code, done.headers["location"]) == (303, "/aviso/agents/field-index/index")
+        async with client.stream("GET", f"{begin}/agents?live=stream") as live:
+            assert 'href="/aviso/agents/field-index/index"' in await anext(live.aiter_text())
+        assert (await client.get("/aviso")).status_code == 200
+        assert (await client.get("/avisos")).status_code == 404
 
 
 async def test_a_header_that_comes_twice_names_nobody(config: Config) -> None:
