@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -54,6 +54,11 @@ ERASED = (
 """What is said of retries, and of what is erased."""
 MANY = 100
 """Where an agent that is reset never handles so many, their number has to be typed."""
+DECIDED: dict[Decides, tuple[str, str]] = {
+    "skip": ("becomes a dead letter", "become dead letters"),
+    "retry": ("is tried again now", "are tried again now"),
+}
+"""What becomes of one notification, and of several."""
 MAX_SAID = 5
 """Notifications of which it is said what became of each."""
 CHANGED = "Something has changed since you were asked. This is what it would do now."
@@ -312,7 +317,8 @@ async def _decide(actions: Actions, form: Form, visitor: Visitor, *, decides: De
     found = await retried.plan(
         actions.admin, target, () if sequence is None else (sequence,), decides, by=f"{visitor.name}, console"
     )
-    does = "become dead letters" if decides == "skip" else "are tried again now"
+    one, several = DECIDED[decides]
+    does = one if len(found) == 1 else several
     behind = sum(each.behind for each in found)
 
     async def run(result: ActionResult) -> None:
@@ -327,7 +333,7 @@ async def _decide(actions: Actions, form: Form, visitor: Visitor, *, decides: De
         target,
         _given(form, "app", "agent", "sequence"),
         run,
-        f"{len(found)} notifications that {_name(target)} retries {does}.",
+        f"{_named(found)} that {_name(target)} retries {does}.",
         f"{behind} notifications wait behind them by their ordering key"
         + (", and will run without them." if decides == "skip" else "."),
     )
@@ -448,6 +454,13 @@ async def _run_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedA
     return _on_timer(
         form, run, says, "If no worker takes it within 60 seconds, none runs it later. Ticks stay as they are."
     )
+
+
+def _named(found: Sequence[retried.Asked]) -> str:
+    """Return which notifications are decided on, such as `2 notifications (MARS@3, MARS@7)`."""
+    names = ", ".join(f"{each.stream}@{each.sequence}" for each in found[:MAX_SAID])
+    more = f" and {len(found) - MAX_SAID} more" if len(found) > MAX_SAID else ""
+    return f"{len(found)} notification{'s' if len(found) > 1 else ''} ({names}{more})"
 
 
 def _on_timer(form: Form, run: Run, *says: str) -> PlannedAction:

@@ -133,7 +133,7 @@ class Job(Struct, kw_only=True):
     def told(self, came: CameTo | None) -> tuple[str, str, str]:
         """Return how it is: a word, its tone as the class of a style, and a sentence without its full stop."""
         if not self.ended:
-            return "runs", "good", f"{self.done:,} of {self.total:,} are {self.does} so far"
+            return "runs", "", f"{self.done:,} of {self.total:,} are {self.does} so far"
         word, tone = came.word if came and self.state == "done" else (self.state, TONES[self.state])
         return word, tone, came.text if came else self.came_to
 

@@ -477,6 +477,7 @@ async def audit(question: Question) -> Page:
         "is_cut": period.is_cut,
         "before": period.before,
         "first": period.first,
+        "is_recorded": until is None or period.first is None or until > period.first,
         "denied": denied.text(),
     }
     return Page("audit.html", "Audit", values)

@@ -411,13 +411,15 @@ class Settler:
             await self._on_dead_letter(delivery.message, verdict.reason, attempts=attempts, error=error)
         delivery.term(verdict.reason)
         self._remove(delivery)
-        self._last_failures.note("agents", self._agent.name, error)
+        is_decided = isinstance(error, SkippedError)  # by a person: it is no failure, and the last one is over
+        if not is_decided:
+            self._last_failures.note("agents", self._agent.name, error)
         self._emit_failed(call, _Outcome("dead_lettered", verdict.reason, error, attempts))
-        await self._forget(call, handled=False)
+        await self._forget(call, handled=is_decided)
         return None
 
     async def _forget(self, call: _EndedCall, *, handled: bool = True) -> None:
-        """Forget the failures of a delivery that is settled, `handled` or as a dead letter."""
+        """Forget the failures of a delivery that is settled: `handled` or skipped by a person, or as a dead letter."""
         if call.record.tried:
             sequence = call.delivery.message.sequence
             self._last_failures.note_settled(self._agent.name, self._stream, sequence, handled=handled)

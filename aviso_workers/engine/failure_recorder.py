@@ -97,7 +97,9 @@ class LastFailures:
         self._changed.set()
 
     def note_settled(self, agent: str, stream: str, sequence: int, *, handled: bool) -> None:
-        """Note that a notification is settled that has failed before, `handled` or as a dead letter."""
+        """Note that a notification is settled that has failed before: `handled` or skipped by a person, or as a dead
+        letter.
+        """
         if (noted := self._noted.get(("agents", agent))) is not None:
             noted.retrying.pop((stream, sequence), None)
         self._settled.setdefault(agent, {})[stream, sequence] = self._now() if handled else None

@@ -45,7 +45,7 @@ async def test_a_filter_that_matches_nothing_says_what_there_is(console: Served,
     async with console.client(READER) as client:
         other = await shown(client, "/audit?since=1h&who=anna&action=drop-dead-letters", "None of the 1 action since")
         before = await shown(
-            client, f"/audit?since={today - 2 * DAY}&until={today - DAY}", "Nobody has done anything on"
+            client, f"/audit?since={today - 2 * DAY}&until={today - DAY}", "Nothing is recorded of that time."
         )
         after = await shown(client, "/audit?since=0s", "Nobody has done anything since")
         elsewhere = await shown(client, f"/audit?until={today - DAY}&since={today - 9 * DAY}&who=rolf@desk", "from")
