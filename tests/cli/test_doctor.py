@@ -48,7 +48,7 @@ def test_what_is_only_a_warning_ends_with_0(run: Run, config: Path) -> None:
     assert ran.code == 0, ran
     assert ran.lines[-2] == "Losses when a server, its disk or its power fails:"
     assert ran.lines[-1].startswith(
-        "  MARS: all messages are lost if the server's disk fails; sync_interval is not known"
+        "  MARS, aviso_workers_audit: all messages are lost if the server's disk fails; sync_interval is not known"
     )
 
 
@@ -70,7 +70,7 @@ def test_only_in_production_three_copies_are_needed(run: Run, config: Path) -> N
 def test_a_program_reads_all_of_it(run: Run, failing: Path) -> None:
     ran = run("doctor", *QUICK, "--format", "json", "--config", failing)
     told = json.loads(ran.out)
-    assert (ran.code, told["state"], [*told["durability"]]) == (1, "FAIL", ["MARS"])
+    assert (ran.code, told["state"], [*told["durability"]]) == (1, "FAIL", ["MARS", "aviso_workers_audit"])
     assert len(told["checks"]) == len(CHECKS)
     worst = told["checks"][0]
     assert (worst["code"], worst["state"], worst["docs"]) == ("JS008", "FAIL", "docs/operations/checks.md#js008")

@@ -64,7 +64,7 @@ def test_agents_are_listed_with_where_their_event_type_is_from(run: Run, operato
 
 def test_they_are_controlled(run: Run, operators: Path, worked: str) -> None:
     assert run("agents", "pause", "field/index", "--config", operators).code == 0
-    assert "paused: until it is resumed" in run("agents", "ls", "--seconds", "0.1", "--config", operators).out
+    assert "paused: by " in run("agents", "ls", "--seconds", "0.1", "--config", operators).out
     assert run("agents", "resume", "field/index", "--config", operators).code == 0
     assert run("agents", "reset", "field/index", "--to", "new", "--yes", "--config", operators).code == 0
 

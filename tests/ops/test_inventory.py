@@ -43,6 +43,7 @@ def test_all_streams_are_listed_whoever_made_them(run: Run, config: Path, api: A
     found = {row["stream"]: row for row in listed(run("streams", "ls", "--json", "--config", config))}
     assert {name: (row["configured"], row["messages"]) for name, row in found.items()} == {
         "MARS": ("notification_schema", 0),
+        "aviso_workers_audit": ("-", 2),
         "ORDERS": ("streams", 2),
         "THEIRS": ("-", 0),
     }
@@ -182,7 +183,7 @@ def test_the_account_shows_its_use_and_its_limits(
         assert run("streams", "apply", "--config", config).code == 0
         report = run("report", "account", "--json", "--config", config)
     found = {row["what"]: (row["used"], row["limit"]) for row in listed(report)}
-    assert found["streams"] == (1, 10)
+    assert found["streams"] == (2, 10)
     assert found["consumers; the limit is for each stream"] == (0, 20)
     assert (found["bytes in memory"][1], found["bytes on disk"][1]) == (1000000, 2000000)
     assert found["requests to the API"][0] > 0

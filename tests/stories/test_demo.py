@@ -27,14 +27,14 @@ FILLED = {
     "agents/tour/draw_map": "the projection does not converge",
     "agents/tour/copy_to_archive": "the archive takes no wave ensembles from us",
     "dead-letters": "the field has no values",
-    "jobs/1": "Retry dead letters: handed back.",
+    "jobs/1": "Retry of ",
     "notification?name=mars@1": "main-job/index_field",
     "timers": "shown by the demo",
     "streams": "REGION",
     "spark": "completeness",
     "apps": "_demo.tour",
     "doctor": "JS",
-    "audit": "pause-timer",
+    "audit": "Pause timer",
     "settings": "notification_backend.jetstream.nats_url",
 }
 """What pages of the console say, by their addresses."""
