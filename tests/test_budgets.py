@@ -11,19 +11,19 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "code of the core": 22_222,
+    "code of the core": 22_227,
     "code of agents": 483,
     "code of cli": 3_082,
-    "code of console": 1_792,
+    "code of console": 1_801,
     "code of ops": 8_427,
     "code of projects": 29,
     "code of server": 1_119,
     "code of spark": 3_193,
     "modules": 360,
     "modules that a plain worker loads": 155,
-    "code that a plain worker loads": 17_761,
+    "code that a plain worker loads": 17_763,
     "modules of the reading list": 33,
-    "code of the reading list": 6_074,
+    "code of the reading list": 6_076,
     "files that use tables": 9,
     "files that use windows": 10,
     "files that use timers": 10,
