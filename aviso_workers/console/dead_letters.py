@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
@@ -29,7 +28,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Events
 from aviso_workers.jetstream.info import StreamInfo
-from aviso_workers.ops import agent_inventory, inventory
+from aviso_workers.ops import agent_inventory, inventory, worker_health
 from aviso_workers.ops.audit import Audit, Operator
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, portions
 from aviso_workers.ops.denials import Denials, asked, noted
@@ -174,9 +173,9 @@ async def hindrances(admin: Admin, chosen: Chosen) -> list[str]:
             found.append(f"{'/'.join(agent)} is paused: they wait until somebody resumes it.")
     for app in chosen.created:
         workers = await asked(denied, "workers", worker_records.of_app(admin, app), AppWorkers())
-        running = Counter(each.code for each in workers.living if each.code)
+        running = worker_health.by_version(workers)
         if len(running) > 1:
-            runs = " and ".join(f"{code} on {_workers(count)}" for code, count in sorted(running.items()))
+            runs = " and ".join(f"{code} on {_workers(len(of_it))}" for code, of_it in sorted(running.items()))
             found.append(f"{app} runs {runs}: some may come to the version with which they failed.")
     if said := denied.text():
         found.append(f"Whether their agents are paused, or run several versions, is {said}.")

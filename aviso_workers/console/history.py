@@ -41,14 +41,16 @@ class Recent:
     def __init__(self) -> None:
         self._seen = deque[tuple[float, Mapping[Agent, int]]](maxlen=POINTS + 1)
         """When it has looked, by a monotonic clock, and the deliveries of each agent until then."""
+        self.rates = Rates()
+        """As they were at the last point."""
 
     def add(self, at: float, deliveries: Mapping[Agent, int]) -> None:
         """Take note of the deliveries of each agent until now."""
         if not self._seen or at - self._seen[-1][0] >= STEP_SECONDS:
             self._seen.append((at, deliveries))
+            self.rates = self._rates_at(at)
 
-    def rates(self, now: float) -> Rates:
-        """Return them as they are at this time."""
+    def _rates_at(self, now: float) -> Rates:
         found = defaultdict[Agent, list[float]](lambda: [math.nan] * POINTS)
         for (before, former), (after, later) in pairwise(self._seen):
             place = POINTS - 1 - int((now - after) / STEP_SECONDS)

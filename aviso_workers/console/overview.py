@@ -251,7 +251,7 @@ class Watcher:
             streams=reports.streams(snapshot, before.snapshot if before else snapshot),
             differing=differing + recorded.unreadable,
             new_dead_letters=await self._new_dead_letters(snapshot),
-            rates=self._recent.rates(snapshot.at),
+            rates=self._recent.rates,
             snapshot=snapshot,
         )
 

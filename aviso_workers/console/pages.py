@@ -17,7 +17,7 @@ from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.causes import Causes
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
-from aviso_workers.console.shown import part_of
+from aviso_workers.console.shown import capital, part_of
 from aviso_workers.errors import BackendError, InvalidPositionError, NotFoundError
 from aviso_workers.ops import aviso_admin, story, stream_policy, timer_report, worker_health
 from aviso_workers.ops import doctor as doctor_
@@ -152,7 +152,7 @@ def _sentence(overview: Overview, troubled: list[AgentView], streams: int) -> tu
     found = ", ".join(filter(None, needs + waits))
     if not found:
         return "Nothing needs you.", "good"
-    return f"{found[0].upper()}{found[1:]}.", "bad" if any(needs) else "warn"
+    return f"{capital(found)}.", "bad" if any(needs) else "warn"
 
 
 def _counted(count: int, one: str, several: str) -> str:

@@ -212,7 +212,6 @@ def part_of(rows: Sequence[Any], page: str, size: int = PAGE_ROWS) -> Part:
 
 
 FILTERS = {
-    "time": time,
     "ago": ago,
     "when": when,
     "lasting": lasting,

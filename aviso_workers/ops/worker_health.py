@@ -41,10 +41,7 @@ def of_app(workers: AppWorkers | Unknown, *, now: datetime) -> Judgement:
     """Return how an app is. `now` is by the server's clock."""
     if isinstance(workers, Unknown):
         return Judgement(state=UNKNOWN, why=f"not known, since {workers.why}", needs=True, cure=CURES[UNKNOWN])
-    running = defaultdict[str, list[WorkerRecord]](list)
-    for each in sorted(workers.living, key=lambda each: each.started):
-        if each.code:
-            running[each.code].append(each)
+    running = by_version(workers)
     if len(running) < 2:
         return Judgement(state="runs" if workers.living else "at rest")
     since = [found[0].started for found in running.values()][1]
@@ -53,6 +50,17 @@ def of_app(workers: AppWorkers | Unknown, *, now: datetime) -> Judgement:
     if now - since <= DEPLOY:
         return Judgement(state="deploying", since=since, why=text)
     return Judgement(state="several versions", since=since, why=text, needs=True, cure=OF_VERSIONS)
+
+
+def by_version(workers: AppWorkers) -> dict[str, list[WorkerRecord]]:
+    """Return the workers that live by the version of their code, as far as they have recorded it, the first to start
+    first.
+    """
+    running = defaultdict[str, list[WorkerRecord]](list)
+    for each in sorted(workers.living, key=lambda each: each.started):
+        if each.code:
+            running[each.code].append(each)
+    return running
 
 
 def of_workers(

@@ -21,13 +21,13 @@ def seen(*deliveries: int, every: float = STEP_SECONDS) -> Recent:
 
 
 def test_the_newest_rate_comes_last() -> None:
-    values = seen(0, 15, 45).rates(2 * STEP_SECONDS).by_agent[INDEX]
+    values = seen(0, 15, 45).rates.by_agent[INDEX]
     assert (len(values), values[-2:]) == (POINTS, [1.0, 2.0])
     assert all(math.isnan(value) for value in values[:-2])
 
 
 def test_looks_that_follow_each_other_soon_are_one_point() -> None:
-    values = seen(*range(0, 31, 2), every=2.0).rates(30.0).by_agent[INDEX]
+    values = seen(*range(0, 31, 2), every=2.0).rates.by_agent[INDEX]
     assert [value for value in values if math.isfinite(value)] == [1.0]
 
 
@@ -35,18 +35,21 @@ def test_what_happened_while_nobody_looked_is_a_gap() -> None:
     recent = seen(0, 15)
     recent.add(600.0, {INDEX: 9000})
     recent.add(615.0, {INDEX: 9015, OTHER: 7})
-    found = recent.rates(615.0)
+    found = recent.rates
     assert [value for value in found.by_agent[INDEX] if math.isfinite(value)] == [1.0, 1.0]
     assert found.by_agent[OTHER][-1] == 0.0, "how many it had before is not known"
     assert found.total[-1] == 1.0
 
 
 def test_what_is_older_than_a_quarter_of_an_hour_is_left_out() -> None:
-    assert seen(0, 15).rates(STEP_SECONDS * (POINTS + 1)).by_agent == {}
+    recent = seen(0, 15)
+    assert INDEX in recent.rates.by_agent
+    recent.add(STEP_SECONDS * (POINTS + 1), {})
+    assert recent.rates.by_agent == {}
 
 
 def test_a_consumer_that_was_made_again_has_no_negative_rate() -> None:
-    assert seen(900, 15).rates(STEP_SECONDS).by_agent[INDEX][-1] == 0.0
+    assert seen(900, 15).rates.by_agent[INDEX][-1] == 0.0
 
 
 @pytest.mark.parametrize(
