@@ -460,7 +460,7 @@ def _named(found: Sequence[retried.Asked]) -> str:
     """Return which notifications are decided on, such as `2 notifications (MARS@3, MARS@7)`."""
     names = ", ".join(f"{each.stream}@{each.sequence}" for each in found[:MAX_SAID])
     more = f" and {len(found) - MAX_SAID} more" if len(found) > MAX_SAID else ""
-    return f"{len(found)} notification{'s' if len(found) > 1 else ''} ({names}{more})"
+    return f"{dead_letters.counted(len(found), 'notification')} ({names}{more})"
 
 
 def _on_timer(form: Form, run: Run, *says: str) -> PlannedAction:

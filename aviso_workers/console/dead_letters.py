@@ -175,7 +175,7 @@ async def hindrances(admin: Admin, chosen: Chosen) -> list[str]:
         workers = await asked(denied, "workers", worker_records.of_app(admin, app), AppWorkers())
         running = worker_health.by_version(workers)
         if len(running) > 1:
-            runs = " and ".join(f"{code} on {_workers(len(of_it))}" for code, of_it in sorted(running.items()))
+            runs = " and ".join(f"{code} on {counted(len(of_it), 'worker')}" for code, of_it in sorted(running.items()))
             found.append(f"{app} runs {runs}: some may come to the version with which they failed.")
     if said := denied.text():
         found.append(f"Whether their agents are paused, or run several versions, is {said}.")
@@ -202,8 +202,8 @@ def which(chosen: Chosen) -> list[str]:
     return [f"They are of {', '.join(of)}" + (f", {common}." if common else ".")]
 
 
-def counted(count: int) -> str:
-    return f"{count:,} dead letter{'s' if count > 1 else ''}"
+def counted(count: int, noun: str = "dead letter") -> str:
+    return f"{count:,} {noun}{'s' if count > 1 else ''}"
 
 
 def address(fields: Mapping[str, str]) -> str:
@@ -211,10 +211,6 @@ def address(fields: Mapping[str, str]) -> str:
     if {"app", "sequence"} <= fields.keys():
         return f"/dead-letters/{quote(fields['app'], safe='')}/{quote(fields['sequence'])}"
     return f"/dead-letters?{urlencode(fields)}" if fields else "/dead-letters"
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' if count > 1 else ''}"
 
 
 async def act(admin: Admin, audit: Audit, job: Job) -> None:

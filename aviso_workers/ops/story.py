@@ -34,6 +34,7 @@ from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import audit, aviso_admin, inventory
 from aviso_workers.ops.agent_control import end_text
 from aviso_workers.ops.agent_report import AgentHealth
+from aviso_workers.ops.audit import Agent
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.health import UNKNOWN, AgentFacts
@@ -50,8 +51,6 @@ MAX_SCANNED = 3000
 SCAN_SECONDS = 1.0
 ERASURES = "erasures"
 HANDLED = "handled"
-Agent = tuple[str, str]
-"""Its app and its name."""
 SKEW = timedelta(seconds=1)
 """The servers that store a notification and its outputs may have different clocks."""
 PROVED = (HANDLED, "counted", "settled")

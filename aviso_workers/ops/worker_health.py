@@ -57,9 +57,8 @@ def by_version(workers: AppWorkers) -> dict[str, list[WorkerRecord]]:
     first.
     """
     running = defaultdict[str, list[WorkerRecord]](list)
-    for each in sorted(workers.living, key=lambda each: each.started):
-        if each.code:
-            running[each.code].append(each)
+    for each in sorted((each for each in workers.living if each.code), key=lambda each: each.started):
+        running[each.code].append(each)
     return running
 
 
