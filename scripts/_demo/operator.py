@@ -27,7 +27,7 @@ def act(console: str, action: str, **fields: str) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(AGAIN_SECONDS)
-    _post(console, action, {name: html.unescape(value) for name, value in HIDDEN.findall(asked)})
+    _post(console, action, fields | {name: html.unescape(value) for name, value in HIDDEN.findall(asked)})
 
 
 def _post(console: str, action: str, fields: dict[str, str]) -> str:
