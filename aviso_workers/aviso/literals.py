@@ -261,6 +261,11 @@ def _indented(found: object) -> str:
     return "".join(parts)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, such as `1 attempt` or `2,000 attempts`."""
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+
+
 def time_text(time: datetime) -> str:
     """Return a time to the second, with its zone, which is `Z` for UTC."""
     return time.isoformat(timespec="seconds").replace("+00:00", "Z")

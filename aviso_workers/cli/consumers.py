@@ -21,6 +21,7 @@ from aviso_workers.cli.output import (
     replicas,
     time_text,
 )
+from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.report import Seconds, consumer_state, duration, two_snapshots
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.jetstream.info import ConsumerInfo
@@ -85,8 +86,9 @@ async def remove_consumer(server: OpenedServer, stream: Stream, consumer: Consum
     found = await server.admin.consumer_info(stream, consumer)
     typer.echo(f"{consumer} of {stream} would be removed, at {found.ack_floor}, with {found.lag} messages before it")
     confirm(yes, to="remove it")
-    await maintenance.remove_consumer(server.admin, stream, consumer)
-    typer.echo(f"{consumer}: removed")
+    async with recorded(server, "remove-consumer", f"{stream} {consumer}") as result:
+        await maintenance.remove_consumer(server.admin, stream, consumer)
+        result.text = f"{consumer}: removed"
 
 
 @consumers.command()
@@ -101,8 +103,9 @@ async def unpin(
 
     Example: aviso-workers consumers unpin MARS field-index__index_field aviso-workers
     """
-    await server.admin.unpin_consumer(stream, consumer, group=group)
-    typer.echo(f"{group} of {consumer}: unpinned")
+    async with recorded(server, "unpin-consumer", f"{stream} {consumer}", group=group) as result:
+        await server.admin.unpin_consumer(stream, consumer, group=group)
+        result.text = f"{group} of {consumer}: unpinned"
 
 
 def _state(consumer: ConsumerInfo) -> Iterator[tuple[str, str]]:

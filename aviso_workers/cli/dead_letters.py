@@ -287,7 +287,7 @@ async def _act_on(
     """Read the dead letters once more, which needs no memory for all of them, and act on exactly those that were
     shown, at most `rate` of them a second.
     """
-    done = "returned" if act is StoredDeadLetters.retry else "erased"
+    done = "handed back" if act is StoredDeadLetters.retry else "erased"
     count, refused, affected = 0, list[RefusedError](), AffectedLetters()
     others = ""
     columns = (TextColumn(done), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

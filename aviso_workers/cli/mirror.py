@@ -12,6 +12,7 @@ from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.completion import Stream
 from aviso_workers.cli.options import Yes, confirm, finite, flag, option
+from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, load, on_server
 from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
 from aviso_workers.ops.consumer_positions import Carried
@@ -67,17 +68,20 @@ def promote(
     """
     confirm(yes, to=f"fence the origin of {stream}, and let {stream} take publishes in its place")
 
-    found = connected(
-        config,
-        lambda server: promotion.promote(
-            server.admin,
-            stream,
-            subjects=subject or (),
-            origin_is_lost=origin_is_lost,
-            origin_was_recreated=origin_was_recreated,
-            patience_seconds=patience,
-        ),
-    )
+    async def run(server: OpenedServer) -> Promotion:
+        async with recorded(server, "promote-mirror", stream) as result:
+            found = await promotion.promote(
+                server.admin,
+                stream,
+                subjects=subject or (),
+                origin_is_lost=origin_is_lost,
+                origin_was_recreated=origin_was_recreated,
+                patience_seconds=patience,
+            )
+            result.state = "done" if found.proven else "failed"
+        return found
+
+    found = connected(config, run)
     _print_promotion(found)
     if not found.proven:
         raise typer.Exit(NOT_PROVEN)
@@ -114,8 +118,14 @@ def recover(
             return count, found.undecided
 
     async def publish(server: OpenedServer) -> Recovered:
-        async with recovery.opened(server.admin, server.config, stream, origin_config=origin) as found:
-            return await found.publish()
+        async with (
+            recorded(server, "recover-mirror", stream) as result,
+            recovery.opened(server.admin, server.config, stream, origin_config=origin) as found,
+        ):
+            recovered = await found.publish()
+            there = f"{recovered.present} were there already"
+            result.text = f"{stream}: {recovered.published} messages published, {there}"
+        return recovered
 
     if not yes:
         _print_missing(stream, *connected(config, list_missing))
@@ -137,8 +147,7 @@ def _print_missing(stream: str, count: int, undecided: int) -> None:
 
 
 def _print_recovered(stream: str, found: Recovered) -> None:
-    """Print how many messages were published; exit 3 where some cannot be compared."""
-    typer.echo(f"{stream}: {found.published} messages published, {found.present} were there already")
+    """Print why some messages were not published; exit 3 where some cannot be compared."""
     if found.superseded:
         typer.echo(f"{found.superseded} were not published, because {stream} has a newer one of their subject")
     _print_undecided(found.undecided)
@@ -159,8 +168,12 @@ def fence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOption 
     """
     confirm(yes, to=f"take its subjects from {stream}")
 
-    fenced = connected(config, lambda server: mirrors.fence(server.admin.at(api), stream))
-    typer.echo(f"{stream} is fenced; it took {', '.join(fenced.subjects)}")
+    async def run(server: OpenedServer) -> None:
+        async with recorded(server, "fence-stream", stream, api=api) as result:
+            fenced = await mirrors.fence(server.admin.at(api), stream)
+            result.text = f"{stream} is fenced; it took {', '.join(fenced.subjects)}"
+
+    connected(config, run)
 
 
 @mirror.command()
@@ -171,8 +184,12 @@ def unfence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOptio
     """
     confirm(yes, to=f"give {stream} its subjects back")
 
-    subjects = connected(config, lambda server: mirrors.unfence(server.admin.at(api), stream))
-    typer.echo(f"{stream} takes {', '.join(subjects)} again")
+    async def run(server: OpenedServer) -> None:
+        async with recorded(server, "unfence-stream", stream, api=api) as result:
+            subjects = await mirrors.unfence(server.admin.at(api), stream)
+            result.text = f"{stream} takes {', '.join(subjects)} again"
+
+    connected(config, run)
 
 
 @mirror.command()

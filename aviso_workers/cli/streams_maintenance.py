@@ -91,8 +91,10 @@ async def step_down(
 
     Example: aviso-workers streams step-down MARS
     """
-    leader = await maintenance.step_down(server.admin, stream, consumer=consumer, prefer=prefer)
-    typer.echo(f"{stream}{f' {consumer}' if consumer else ''}: {leader} leads")
+    of = f"{stream} {consumer}".strip()
+    async with recorded(server, "step-down", of, prefer=prefer) as result:
+        leader = await maintenance.step_down(server.admin, stream, consumer=consumer, prefer=prefer)
+        result.text = f"{of}: {leader} leads"
 
 
 @streams.command("remove-peer")
@@ -109,5 +111,6 @@ async def remove_peer(
     """
     print_table(("server", f"copy of {stream}"), (await maintenance.peers(server.admin, stream)).items())
     confirm(yes, to=f"remove the copy on {peer}")
-    await maintenance.remove_peer(server.admin, stream, peer)
-    typer.echo(f"{stream}: the copy on {peer} is removed")
+    async with recorded(server, "remove-peer", stream, peer=peer) as result:
+        await maintenance.remove_peer(server.admin, stream, peer)
+        result.text = f"{stream}: the copy on {peer} is removed"

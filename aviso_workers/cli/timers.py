@@ -211,7 +211,11 @@ def catch_up(
         if not (times := [each.time for each in plan if not each.left_out]):
             return 0, ()
         confirm(yes, to=f"run {len(times)} ticks")
-        return len(times), await app.session.run_timer(app, timer, times, tell=_tell)
+        server = OpenedServer(app.session.admin, app.config)
+        async with recorded(server, "catch-up-timer", f"{app.name}/{name}", **{"from": from_, "to": to}) as result:
+            ran = await app.session.run_timer(app, timer, times, tell=_tell)
+            result.state = "failed" if ran and ran[-1].error is not None else "done"
+        return len(times), ran
 
     planned, ran = run_connected(found, work)
     if ran and ran[-1].error is not None:

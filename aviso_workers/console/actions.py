@@ -20,7 +20,7 @@ import structlog
 from anyio.abc import TaskGroup
 from msgspec import Struct, structs
 
-from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso.literals import Duration, counted
 from aviso_workers.aviso.positions import parse_position
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
@@ -334,7 +334,7 @@ async def _decide(actions: Actions, form: Form, visitor: Visitor, *, decides: De
         _given(form, "app", "agent", "sequence"),
         run,
         f"{_named(found)} that {_name(target)} retries {does}.",
-        f"{behind} notifications wait behind them by their ordering key"
+        f"{counted(behind, 'notification')} wait{'s' * (behind == 1)} behind, by their ordering key"
         + (", and will run without them." if decides == "skip" else "."),
     )
     return structs.replace(planned, danger=decides == "skip")
@@ -358,7 +358,7 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
         dead_letters.address(fields),
         fields={**fields, "last": str(max(chosen.times.values()))},
         says=(f"{them} handed back to the agents that failed, as new notifications.", *RETRIED),
-        asks=f"Retry {dead_letters.counted(count)}?",
+        asks=f"Retry {counted(count, 'dead letter')}?",
         does=f"Retry {count:,}",
         name=chosen.causes[0].error if len(chosen.causes) == 1 else ", ".join(chosen.agents[:MAX_SAID]),
         job=partial(dead_letters.act, actions.admin, actions.audit),
@@ -370,7 +370,7 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
     return structs.replace(
         planned,
         says=(f"{them} erased. Nobody can bring back or retry what is erased.", *dead_letters.which(chosen), *ERASED),
-        asks=f"Erase {dead_letters.counted(count)} for good?",
+        asks=f"Erase {counted(count, 'dead letter')} for good?",
         does=f"Erase {count:,} for good",
         danger=True,
         lost=count,
@@ -460,7 +460,7 @@ def _named(found: Sequence[retried.Asked]) -> str:
     """Return which notifications are decided on, such as `2 notifications (MARS@3, MARS@7)`."""
     names = ", ".join(f"{each.stream}@{each.sequence}" for each in found[:MAX_SAID])
     more = f" and {len(found) - MAX_SAID} more" if len(found) > MAX_SAID else ""
-    return f"{dead_letters.counted(len(found), 'notification')} ({names}{more})"
+    return f"{counted(len(found), 'notification')} ({names}{more})"
 
 
 def _on_timer(form: Form, run: Run, *says: str) -> PlannedAction:

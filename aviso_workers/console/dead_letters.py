@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 import anyio
 from msgspec import Struct, structs
 
+from aviso_workers.aviso.literals import counted
 from aviso_workers.aviso.positions import parse_moment
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
@@ -189,7 +190,7 @@ def told(chosen: Chosen, fields: Mapping[str, str]) -> str:
     by = [f"{name} {text}" for name, text in fields.items() if not are_named or name not in ("app", "agent")]
     of = ", ".join(agents) if are_named else f"{len(agents)} agents"
     chosen_by = f" ({', '.join(by)})" if by else ""
-    return f"{counted(count)} of {of}{chosen_by} {'are' if count > 1 else 'is'}"
+    return f"{counted(count, 'dead letter')} of {of}{chosen_by} {'are' if count > 1 else 'is'}"
 
 
 def which(chosen: Chosen) -> list[str]:
@@ -200,10 +201,6 @@ def which(chosen: Chosen) -> list[str]:
     ]
     common = chosen.causes[0].common if len(chosen.causes) == 1 else ""
     return [f"They are of {', '.join(of)}" + (f", {common}." if common else ".")]
-
-
-def counted(count: int, noun: str = "dead letter") -> str:
-    return f"{count:,} {noun}{'s' if count > 1 else ''}"
 
 
 def address(fields: Mapping[str, str]) -> str:

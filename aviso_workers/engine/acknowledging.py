@@ -60,7 +60,7 @@ from aviso_workers.events import (
 from aviso_workers.jetstream import error_codes
 from aviso_workers.state import failure_records
 from aviso_workers.state.failure_counts import Outcome
-from aviso_workers.state.failure_records import Retrying
+from aviso_workers.state.failure_records import MAX_BEHIND, Retrying
 
 STORE_AGAIN = Backoff(first=10.0, factor=2.0, max=300.0, jitter=0.0)
 """The backoff after a dead letter could not be stored: until then the agent tries none, and the originals wait."""
@@ -492,6 +492,7 @@ class Settler:
         error = printable(f"{type(outcome.error).__name__}: {line_of(outcome.error)}")[:LONGEST_ERROR]
 
         def retrying(again_at: datetime) -> Retrying:
+            behind = self._flow.behind(message.sequence)
             return Retrying(
                 again_at=again_at,
                 stream=self._stream,
@@ -503,7 +504,8 @@ class Settler:
                 blocked=failure_records.is_blocked(attempt, self._attempts),
                 error=error,
                 key=printable(self._flow.key_of(message.subject)),
-                behind=self._flow.behind(message.sequence),
+                behind=len(behind),
+                first_behind=tuple(behind[:MAX_BEHIND]),
             )
 
         again_in_seconds = outcome.again_in_seconds

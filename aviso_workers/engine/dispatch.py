@@ -384,13 +384,12 @@ class Dispatch:
             count += len(line.waiting) if stopped else max(0, len(line.waiting) - most)
         return count
 
-    def behind(self, delivery: Delivery) -> int:
-        """Return how many wait until a delivery, the first of its key, is done."""
+    def behind(self, delivery: Delivery) -> list[Delivery]:
+        """Return those that wait until a delivery, the first of its key, is done."""
         line = delivery.line
-        if line is None:
-            return 0
-        first = line.running or line.waiting[0]
-        return len(line.waiting) - (line.running is None) if first is delivery else 0
+        if line is None or delivery is not (line.running or line.waiting[0]):
+            return []
+        return [*line.waiting][line.running is None :]
 
     # Places
 

@@ -167,10 +167,10 @@ class Flow:
         """Whether retries that may begin are half of all that is held while the pace is not free."""
         return len(self.dispatch.again) >= max(1, min(PACED_PREFETCH, self._most) // 2)
 
-    def behind(self, sequence: int) -> int:
-        """Return how many wait until the one of this sequence, the first of its key, is done."""
+    def behind(self, sequence: int) -> list[int]:
+        """Return the sequences of those that wait until the one of this sequence, the first of its key, is done."""
         delivery = self.dispatch.held.get(sequence)
-        return 0 if delivery is None else self.dispatch.behind(delivery)
+        return [] if delivery is None else [each.message.sequence for each in self.dispatch.behind(delivery)]
 
     def delivery_of(self, sequence: int) -> Delivery | None:
         return self.dispatch.held.get(sequence)

@@ -29,9 +29,7 @@ from aviso_workers.ops import denials, inventory
 from aviso_workers.state import audit_records
 from aviso_workers.state.audit_records import (
     ACTIONS,
-    GIVEN_AGAIN,
     MAX_RANGES,
-    PASSED_OVER,
     Affected,
     AuditRecord,
     Deed,
@@ -113,13 +111,13 @@ def _why_not_recorded(error: BackendError) -> str:
 
 async def of_notification(
     admin: Admin, stream: str, sequence: int, *, since: datetime
-) -> tuple[dict[Agent, Erased], dict[Agent, Deed]]:
+) -> tuple[dict[Agent, Erased], dict[Agent, list[Deed]]]:
     """Return how the last dead letters of a notification, which was stored at `since` or later, were erased, and which
-    reset was the last that passed it over or gave it again, both by app and agent. Raises `BackendError`.
+    actions affected it, in order of time, both by app and agent. Raises `BackendError`.
     """
-    found, resets = dict[Agent, Erased](), dict[Agent, Deed]()
+    found, actions = dict[Agent, Erased](), defaultdict[Agent, list[Deed]](list)
     if (info := await inventory.existing(admin.stream_info(AUDIT))) is None:
-        return found, resets
+        return found, actions
     subjects = (audit_records.erasures_of("*", "*"), ACTIONS)
     reading = admin.read(AUDIT, filter_subjects=subjects, start_time=since, last_sequence=info.last_sequence)
     async with aclosing(reading):
@@ -129,10 +127,9 @@ async def of_notification(
                     found[audit_records.agent_of(message.subject)] = one
                 continue
             for of, deed in audit_records.deeds(message, stream, sequence).items():
-                if deed.how in (PASSED_OVER, GIVEN_AGAIN):
-                    app, _, agent = of.partition("/")
-                    resets[app, agent] = deed
-    return found, resets
+                app, _, agent = of.partition("/")
+                actions[app, agent].append(deed)
+    return found, actions
 
 
 async def removal(admin: Admin, stream: str, sequence: int, *, since: datetime) -> Deed | None:

@@ -384,7 +384,7 @@ def _blocked(a: AgentFacts) -> Found:
         return None
     first = min(found, key=lambda each: (each.stream, each.sequence))
     key, behind = (f" (key {first.key})" if first.key else ""), sum(each.behind for each in found)
-    waits = f", {behind} wait behind {'it' if len(found) == 1 else 'them'}" if behind else ""
+    waits = f", {behind} wait{'s' * (behind == 1)} behind {'it' if len(found) == 1 else 'them'}" if behind else ""
     more = f" and {_others(len(found), len(a.retrying))}" if len(found) > 1 else ""
     return failure.since, f"at {first.stream}@{first.sequence}{key}{more}{waits}: {first.error}"
 

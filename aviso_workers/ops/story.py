@@ -22,7 +22,7 @@ from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, NotificationReader, store_time
-from aviso_workers.aviso.literals import time_text
+from aviso_workers.aviso.literals import counted, time_text
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.config.streams import event_streams
@@ -41,7 +41,7 @@ from aviso_workers.ops.health import UNKNOWN, AgentFacts
 from aviso_workers.ops.inventory import StoredMessage
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import asyncapi, dead_letter_records, own_streams
-from aviso_workers.state.audit_records import PASSED_OVER, Deed, Erased
+from aviso_workers.state.audit_records import GIVEN_AGAIN, PASSED_OVER, Deed, Erased
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 from aviso_workers.state.failure_records import Retrying
 from aviso_workers.state.own_streams import RETRIES
@@ -105,8 +105,20 @@ class Kept(Struct, frozen=True, kw_only=True):
     """In order of time."""
     erased: Erased | None = None
     """The last one."""
-    reset: Deed | None = None
-    """The last one of its agent that passed it over, or gave it again."""
+    deeds: tuple[Deed, ...] = ()
+    """Actions that have affected it, in order of time."""
+
+    @property
+    def reset(self) -> Deed | None:
+        """The last reset of its agent that passed it over, or gave it again."""
+        return next((each for each in reversed(self.deeds) if each.how in (PASSED_OVER, GIVEN_AGAIN)), None)
+
+    def why(self, how: str, time: datetime) -> str:
+        """Return the reason that somebody gave for what was done at this time, quoted, behind a comma; empty where none
+        is recorded. It is recorded when the action has ended.
+        """
+        deeds = (each.why for each in self.deeds if each.how == how and each.time >= time)
+        return f", “{why}”" if (why := next(deeds, "")) else ""
 
     @property
     def back(self) -> HandedBack | None:
@@ -293,16 +305,17 @@ def _events(
         letters = {each.id: each for each in (*(back.dead for back in of_agent.returns), last) if each is not None}
         for dead in letters.values():
             link = dead.id if last is not None and dead.id == last.id else None
-            told = f"made it dead letter {dead.sequence}: {dead.reason} after {_counted(dead.attempts, 'attempt')}"
+            told = f"made it dead letter {dead.sequence}: {dead.reason} after {counted(dead.attempts, 'attempt')}"
             found.append(Told(time=dead.time, whose=name, told=told, error=dead.error, tone="bad", dead_letter=link))
         for each in of_agent.returns:
-            told = f"handed dead letter {each.dead.sequence} back to {name}"
+            told = f"handed dead letter {each.dead.sequence} back to {name}{of_agent.why('handed back', each.time)}"
             found.append(Told(time=each.time, whose=each.by or "somebody", told=told))
         if (erased := of_agent.erased) is not None:
-            told = f"erased dead letter {erased.sequence} of {name}"
+            told = f"erased dead letter {erased.sequence} of {name}{of_agent.why('erased', erased.time)}"
             found.append(Told(time=erased.time, whose=erased.by, told=told, tone="gone"))
         if (reset := of_agent.reset) is not None:
-            told = f"reset {name} {'past it' if reset.how == PASSED_OVER else 'to before it'}"
+            past = "past it" if reset.how == PASSED_OVER else "to before it"
+            told = f"reset {name} {past}{of_agent.why(reset.how, reset.time)}"
             found.append(Told(time=reset.time, whose=reset.by, told=told))
     return sorted(found, key=lambda each: each.time or stored)
 
@@ -312,10 +325,6 @@ def _now(fates: Collection[Fate]) -> Iterator[Told]:
     for state, (tone, _, told) in STATES.items():
         if told and (found := [each for each in fates if each.state == state]):
             yield Told(time=None, whose=_who(found), told=told, tone=tone)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 async def _found(admin: Admin, config: Config, name: str, agents: Collection[AgentHealth]) -> tuple[StoredMessage, str]:
@@ -385,15 +394,15 @@ async def _kept(
 ) -> dict[Agent, Kept]:
     """Return what is kept of the notification, by agent. What is denied is noted, by app and as `ERASURES`."""
     recorded = audit.of_notification(admin, message.stream, message.sequence, since=_since(message))
-    erased, resets = await asked(denied, ERASURES, recorded, ({}, {}))
+    erased, deeds = await asked(denied, ERASURES, recorded, ({}, {}))
     dead, back = dict[Agent, DeadLetter](), dict[Agent, tuple[HandedBack, ...]]()
     for app in sorted({each.facts.app for each in readers}):
         back |= await asked(denied, app, _handed_back(admin, app, message), {})
         if any(each.facts.dead_letters != 0 for each in readers if each.facts.app == app):
             dead |= await asked(denied, app, _dead_letters(admin, app, message), {})
     return {
-        of: Kept(dead=dead.get(of), returns=back.get(of, ()), erased=erased.get(of), reset=resets.get(of))
-        for of in sorted({*dead, *back, *erased, *resets})
+        of: Kept(dead=dead.get(of), returns=back.get(of, ()), erased=erased.get(of), deeds=tuple(deeds.get(of, ())))
+        for of in sorted({*dead, *back, *erased, *deeds})
     }
 
 
@@ -432,7 +441,7 @@ def fate(
     told = partial(Fate, app=facts.app, agent=facts.agent)
     if dead is not None and (back is None or back.dead.id != dead.id):
         again = " again" if back is not None and dead.time > back.time else ""
-        why = f"dead letter {dead.sequence}{again}, {dead.reason} after {_counted(dead.attempts, 'attempt')}"
+        why = f"dead letter {dead.sequence}{again}, {dead.reason} after {counted(dead.attempts, 'attempt')}"
         return told(state="dead letter", why=why, error=dead.error, dead_letter=dead.sequence)
     if erased is not None and (back is None or erased.time > back.time):
         why = f"its dead letter {erased.sequence} was erased at {time_text(erased.time)} by {erased.by}"
@@ -466,7 +475,7 @@ def fate(
 def _retried(retrying: Retrying) -> tuple[str, str]:
     if not retrying.attempt:
         return "away", "what the agent needs is away, and no attempt is used"
-    failed = f"has failed {_counted(retrying.attempt, 'time')}"
+    failed = f"has failed {counted(retrying.attempt, 'time')}"
     if retrying.blocked:
         return "blocked", f"{failed}, and the agent is blocked at it"
     return "retrying", f"{failed}, and is tried again at {time_text(retrying.again_at)}"

@@ -88,12 +88,22 @@ class AuditRecord(Struct, frozen=True, kw_only=True):
         return f"{self.who}, {'by command' if self.by_command else 'console'}"
 
     @property
+    def why(self) -> str:
+        """The reason that was given; empty where none was."""
+        return self.selection.get("why") or self.selection.get("note", "")
+
+    @property
     def target(self) -> str:
         """The app and the agent, where it is done to dead letters of these; else what it is done to."""
         named = [
             self.selection[name] for name in ("app", "agent") if self.of == DEAD_LETTERS and name in self.selection
         ]
         return "/".join(named) or self.of
+
+    @property
+    def agent(self) -> str:
+        """The app and the agent, such as `field/index`, where it is done to one; else empty."""
+        return self.target if "/" in self.target and not self.action.endswith("-timer") else ""
 
 
 class ErasedLetters(Struct, frozen=True, kw_only=True):
@@ -119,6 +129,9 @@ class Deed(Struct, frozen=True, kw_only=True):
     how: str
     by: str
     time: datetime
+    """When the action had ended."""
+    why: str = ""
+    """The reason that was given, if one was."""
 
 
 class RecordedAction(Struct, frozen=True, kw_only=True):
@@ -178,9 +191,9 @@ def deeds(message: Message, stream: str, sequence: int) -> dict[str, Deed]:
     """
     if (record := read(message)) is None:
         return {}
-    by, time = printable(record.by), store_time(message)
     affected = [each for each in record.affected if each.has(stream, sequence)]
-    return {each.of: Deed(how=each.how, by=by, time=time) for each in affected}
+    by, why, time = printable(record.by), printable(record.why), store_time(message)
+    return {each.of: Deed(how=each.how, by=by, time=time, why=why) for each in affected}
 
 
 def erasures_of(app: str, agent: str) -> str:

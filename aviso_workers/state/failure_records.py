@@ -29,6 +29,7 @@ WRITE_SECONDS = 5.0
 MAX_RETRYING = 100
 """Notifications that are retried and are recorded: first those at which the agent is blocked, in the order of their
 streams, then those due next."""
+MAX_BEHIND = 5
 SLOW_WRITE = timedelta(seconds=2)
 """A write takes less: what was stored so much before or after it was written was written by a clock that is wrong."""
 
@@ -57,6 +58,8 @@ class Retrying(Struct, frozen=True, kw_only=True):
     """Its ordering key; empty where the agent has no order."""
     behind: Number = 0
     """How many notifications of this key waited behind it when this was recorded."""
+    first_behind: tuple[Number, ...] = ()
+    """The sequences of the first `MAX_BEHIND` of them."""
 
 
 def is_blocked(failures: int, attempts: int | None) -> bool:

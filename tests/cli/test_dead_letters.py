@@ -194,7 +194,7 @@ def test_those_that_are_retried_at_a_rate_go_one_after_the_other(
 
     monkeypatch.setattr(anyio, "sleep_until", note)
     ran = run("dead-letters", "retry", "--all", "--rate", "0.5", "--yes", "--config", config)
-    assert ran.lines[-1] == "3 of 3 returned"
+    assert ran.lines[-1] == "3 of 3 handed back"
     first, second = waits
     assert second - first == pytest.approx(2), "seconds after so many at this rate"
 
@@ -289,7 +289,7 @@ def test_a_retry_hands_them_to_the_agent_that_failed(
     run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]]
 ) -> None:
     ran = run("dead-letters", "retry", "--agent", "index", "--yes", "--config", config)
-    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 returned"), ran
+    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
     assert of(dead_letters()) == [("count", 3)]
 
     dead_lettered.broken = False
@@ -304,7 +304,7 @@ def test_some_are_retried_by_their_sequences(
     missing = run("dead-letters", "retry", str(first), "98", "99", "--config", config)
     assert (missing.code, missing.err) == (1, "aviso-workers: no such dead letter: 98, 99; nothing was done\n")
     ran = run("dead-letters", "retry", str(third), str(first), "--config", config)
-    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 returned"), ran
+    assert (ran.code, ran.lines[-1]) == (0, "2 of 2 handed back"), ran
     assert [dead_letter["sequence"] for dead_letter in dead_letters()] == [second]
 
 
@@ -325,7 +325,7 @@ def test_a_letter_whose_agent_reads_no_retries_stays_and_the_rest_is_told(
 
     anyio.run(forget_the_readers)
     ran = run("dead-letters", "retry", "--all", "--yes", "--config", config)
-    assert (ran.code, ran.lines[-1]) == (1, "0 of 3 returned"), ran
+    assert (ran.code, ran.lines[-1]) == (1, "0 of 3 handed back"), ran
     assert "has no consumer for retries: start a worker of the app first" in ran.err
     assert len(dead_letters()) == 3
 

@@ -121,6 +121,8 @@ async def test_what_is_erased_is_erased_with_its_number_and_a_reason_only(
         done = await client.post("/actions/drop-dead-letters", data={**form, "number": "3", "why": "duplicates"})
         assert done.headers["location"] == "/jobs/1"
         await shown(client, "/jobs/1", "3 of 3 erased.", "“duplicates”")
+        told = "anna, console erased dead letter 1 of field-index/fails, “duplicates”"
+        await shown(client, "/notification?name=mars@1", told)
         (action,) = await audit.Audit(console.admin, console.config).newest(1)
     assert action.record.selection["why"] == "duplicates"
 
@@ -297,14 +299,14 @@ async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> 
 async def test_retried_notifications_are_decided_about(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4)
     async with console.client() as client:
-        await shown(client, "/agents/field-index/blocks", "at MARS@1 (key od), 1 wait behind it: KeyError")
+        await shown(client, "/agents/field-index/blocks", "at MARS@1 (key od), 1 waits behind it: KeyError")
         answer = await confirmed(client, "retry-notifications", **BLOCKS, sequence="1")
         assert answer.status_code == 303
         await shown(client, "/audit", "Retry notifications", "MARS@1: failed again: KeyError")
         asked = await client.post("/actions/skip-notifications", data={**BLOCKS, "sequence": "1"})
         said = text_of(asked.text)
         assert "1 notification (MARS@1) that field-index/blocks retries becomes a dead letter." in said
-        assert "1 notifications wait behind them by their ordering key, and will run without them." in said
+        assert "1 notification waits behind, by their ordering key, and will run without them." in said
         await client.post("/actions/skip-notifications", data=hidden_fields(asked.text, "skip-notifications"))
         await shown(client, "/audit", "Skip notifications", "MARS@1: skipped: it is a dead letter now")
         page = await shown(client, "/agents/field-index/blocks", "blocks idle", "Nothing is retried.")

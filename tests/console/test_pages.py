@@ -67,7 +67,7 @@ async def test_what_needs_somebody_comes_first_with_its_reason(console: Served, 
             client,
             "/",
             "1 agent needs you, 1 agent is in trouble that may pass",
-            "at MARS@3 (key od), 1 wait behind it: Key",
+            "at MARS@3 (key od), 1 waits behind it: Key",
         )
         everything = await shown(client, "/agents", "3 of 3 agents.")
     assert page.index("field-index/blocks") < page.index("field-index/fails"), "the worst is the first"
@@ -88,7 +88,8 @@ async def test_filters_and_order_stand_in_the_address(console: Served, app: App,
 async def test_an_agent_shows_its_policy_and_what_waits(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4, 5)
     async with console.client() as client:
-        page = await shown(client, "/agents/field-index/blocks", "at MARS@1", "Skip …")
+        behind = "2 wait behind it, by the key od : MARS@2 , MARS@3 ."
+        page = await shown(client, "/agents/field-index/blocks", "at MARS@1", "Skip …", behind)
         unknown = await client.get("/agents/field-index/other")
     assert "order by class" in page
     assert "everything up to sequence 0 is settled" in page

@@ -31,6 +31,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from aviso_workers import config
+from aviso_workers.aviso.literals import counted
 from aviso_workers.backends import ConnectionListener
 from aviso_workers.backends.jetstream import credentials, faults, inboxes, tls, wire
 from aviso_workers.backends.jetstream.inboxes import Inbox
@@ -177,7 +178,7 @@ class NatsConnection:
             if not is_last and anyio.current_time() - told >= TELL_AGAIN_SECONDS:  # the attempts may be many
                 told = anyio.current_time()
                 self._tell(connected=False, reason=self._last_error)
-        attempts = f"{settings.retry_attempts} attempt{'s' if settings.retry_attempts > 1 else ''}"
+        attempts = counted(settings.retry_attempts, "attempt")
         raise UnavailableError(
             f"no NATS server at {self._urls} after {attempts}: {self._last_error}; start one, for example by "
             "`aviso-workers server start`, or correct nats_url"
