@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import anyio
 import pytest
@@ -195,23 +195,32 @@ async def test_each_page_shows_what_it_may_and_names_what_is_denied(
 
     async def look(lack: Lack) -> None:
         async with few, served(config_of(nats_server, lack)) as console:
-            found = await pages(console)
-        begin = f"the server denies our user .*{re.escape(denied_by(lack).rstrip('*>').rstrip('.'))}"
-        for path, (status, text) in found.items():
-            names = re.search(rf"{begin}.*give it the role operator", text) is not None
-            answers = status == 200 or (status == 503 and path in lack.lost)
-            if not answers or names < (path in lack.named) or (SHOWN[path] in text) is (path in lack.lost):
-                wrong.append(f"{lack.subject}: {path}: {status} {text}")
-        if "/" in lack.named and "othing is known of" not in found["/"][1]:
-            wrong.append(f"{lack.subject}: the sentence of Now: {found['/'][1]}")
+            with anyio.move_on_after(PATIENCE_SECONDS):  # beside load, a server may not answer in time at first
+                while problems(lack, await pages(console)):
+                    pass
+                return
+            wrong.extend(problems(lack, await pages(console)))
 
     async with harness(app, server=url_of(nats_server)):
         await prepare(config, app)
-        with anyio.fail_after(PATIENCE_SECONDS):
-            async with anyio.create_task_group() as looking:
-                for lack in lacks:
-                    looking.start_soon(look, lack)
+        async with anyio.create_task_group() as looking:
+            for lack in lacks:
+                looking.start_soon(look, lack)
     assert wrong == []
+
+
+def problems(lack: Lack, found: Mapping[str, tuple[int, str]]) -> list[str]:
+    """What pages say, that lack something and do not say so as they should."""
+    wrong: list[str] = []
+    begin = f"the server denies our user .*{re.escape(denied_by(lack).rstrip('*>').rstrip('.'))}"
+    for path, (status, text) in found.items():
+        names = re.search(rf"{begin}.*give it the role operator", text) is not None
+        answers = status == 200 or (status == 503 and path in lack.lost)
+        if not answers or names < (path in lack.named) or (SHOWN[path] in text) is (path in lack.lost):
+            wrong.append(f"{lack.subject}: {path}: {status} {text}")
+    if "/" in lack.named and "othing is known of" not in found["/"][1]:
+        wrong.append(f"{lack.subject}: the sentence of Now: {found['/'][1]}")
+    return wrong
 
 
 async def test_each_subject_that_a_page_asks_for_is_denied_above(

@@ -14,6 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from tests.presence import present
 from tests.spark.place import Place, steps
+from tests.waits import PATIENCE_SECONDS
 
 PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
@@ -297,6 +298,6 @@ class TestWriting:
 
         writing = place.read_stream(startingOffsets="earliest").writeStream.foreachBatch(write_twice)
         query = writing.option("checkpointLocation", str(place.directory / "checkpoint")).trigger(availableNow=True)
-        query.start().awaitTermination(60)
+        assert query.start().awaitTermination(int(PATIENCE_SECONDS))
 
         assert len(place.stored("copy")) == 6
