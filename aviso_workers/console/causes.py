@@ -6,6 +6,7 @@ of the others that there are more.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from msgspec import Struct, field
@@ -20,6 +21,7 @@ from aviso_workers.state.dead_letter_records import DeadLetter
 MOST_VALUES, MOST_NAMED = 1000, 3
 """How many values of a field are counted, and how many are named."""
 MOST_DIGITS = 18
+BARS = 22
 TOLD = {
     "attempts_exhausted": "failed for {}{}, in all attempts",
     "rejected": "rejected {}{}",
@@ -74,13 +76,29 @@ class Cause(Struct, kw_only=True):
     """Whether the texts of their errors differ."""
     attempts: Values = field(default_factory=Values)
     identifier: dict[str, Values] = field(default_factory=dict)
+    minutes: Counter[int] = field(default_factory=Counter)
+    """How many became dead letters in each minute since 1970."""
 
     def add(self, dead_letter: DeadLetter, identifier: Mapping[str, str]) -> None:
         self.error = self.error or dead_letter.error
         self.differs = self.differs or dead_letter.error != self.error
         self.attempts.add(str(dead_letter.attempts))
+        self.minutes[int(dead_letter.time.timestamp()) // 60] += 1
         for name, value in identifier.items():
             self.identifier.setdefault(name, Values()).add(value)
+
+    @property
+    def bars(self) -> list[float]:
+        """How many there were from the first to the last, in parts of the same length: of the largest part, 1.0. Empty
+        where that takes less than `BARS` minutes.
+        """
+        first, last = min(self.minutes), max(self.minutes)
+        if last - first < BARS:
+            return []
+        parts = [0] * BARS
+        for minute, count in self.minutes.items():
+            parts[(minute - first) * BARS // (last - first + 1)] += count
+        return [part / max(parts) for part in parts]
 
     @property
     def filters(self) -> dict[str, str]:

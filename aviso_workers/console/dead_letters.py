@@ -29,7 +29,8 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Events
 from aviso_workers.jetstream.info import StreamInfo
-from aviso_workers.ops import agent_inventory, inventory, worker_health
+from aviso_workers.jetstream.subjects import matcher
+from aviso_workers.ops import agent_inventory, aviso_admin, inventory, worker_health
 from aviso_workers.ops.audit import Audit, Operator
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, portions
 from aviso_workers.ops.denials import Denials, asked, noted
@@ -38,7 +39,7 @@ from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 from aviso_workers.state.own_streams import DEAD_LETTERS
 from aviso_workers.state.worker_records import AppWorkers
 
-FILTERS = ("app", "agent", "reason", "stream", "error", "line", "since", "until", "sequence")
+FILTERS = ("app", "agent", "reason", "stream", "notifications", "error", "line", "since", "until", "sequence")
 """The fields of a filter."""
 MAX_DIGITS = 20
 """Fewer than a sequence can have, or a time in nanoseconds."""
@@ -84,22 +85,23 @@ class DeadLetterLists:
 
     async def of(self, fields: Mapping[str, str], config: Config, *, now: datetime) -> SelectedLetters:
         """Return what a filter selects. `config` has the known event types, and `now` is by the server's clock. Raises
-        `InvalidPositionError` for a date or a sequence that is none, and `BackendError`.
+        `InvalidPositionError` for a date or a sequence that is none, what `aviso_admin.filters_of` raises, and
+        `BackendError`.
         """
         chosen, asked_at = {name: fields.get(name, "") for name in FILTERS}, anyio.current_time()
         async with self._reading:
             if self._newest is None or self._newest[0] != chosen or self._newest[1] < asked_at:
                 began = anyio.current_time()
-                self._newest = (chosen, began, await _listed(self._admin, chosen, Causes(config), now - DAY))
+                self._newest = (chosen, began, await _listed(self._admin, chosen, config, now - DAY))
             return self._newest[2]
 
 
-async def _listed(admin: Admin, fields: Mapping[str, str], causes: Causes, yesterday: datetime) -> SelectedLetters:
-    stored = StoredDeadLetters(admin, events=Events())
-    found, denied, wanted = SelectedLetters(), Denials(), _selection(fields)
+async def _listed(admin: Admin, fields: Mapping[str, str], config: Config, yesterday: datetime) -> SelectedLetters:
+    stored, causes = StoredDeadLetters(admin, events=Events()), Causes(config)
+    found, denied, wanted, matches = SelectedLetters(), Denials(), _selection(fields), _matcher(fields, config)
     with noted(denied, "dead letters"):
         found.kept = await stored.count()
-        async for dead_letter in _selected(stored, wanted):
+        async for dead_letter in _selected(stored, wanted, matches):
             found.count += 1
             found.of_day += dead_letter.time >= yesterday
             found.last = max(found.last, dead_letter.stored.timestamp_ns)
@@ -147,10 +149,11 @@ async def selected(admin: Admin, fields: Mapping[str, str], config: Config, *, u
     """Return the dead letters that a filter selects, up to the time `until_ns` in nanoseconds. Raises as
     `DeadLetterLists.of` does.
     """
-    stored, causes, wanted = StoredDeadLetters(admin, events=Events()), Causes(config), _selection(fields)
+    stored, causes = StoredDeadLetters(admin, events=Events()), Causes(config)
+    wanted, matches = _selection(fields), _matcher(fields, config)
     times: dict[LetterId, int] = {}
     notifications: dict[str, tuple[int, int]] = {}
-    async for each in _selected(stored, wanted):
+    async for each in _selected(stored, wanted, matches):
         if until_ns is None or each.stored.timestamp_ns <= until_ns:
             times[each.id] = each.stored.timestamp_ns
             causes.add(each)
@@ -322,11 +325,23 @@ async def _act_on(
         job.failures.append(f"{dead_letters[0].sequence} to {dead_letters[-1].sequence}: {describe(error)}")
 
 
-async def _selected(stored: StoredDeadLetters, wanted: Selection) -> AsyncGenerator[DeadLetter, None]:
+async def _selected(
+    stored: StoredDeadLetters, wanted: Selection, matches: Callable[[str], object] = bool
+) -> AsyncGenerator[DeadLetter, None]:
+    """Yield the selected dead letters of which the subject of the notification matches."""
     async with aclosing(stored.select(wanted)) as dead_letters:
         async for dead_letter in dead_letters:
             await anyio.lowlevel.checkpoint()  # other pages are made meanwhile
-            yield dead_letter
+            if matches(dead_letter.original.subject):
+                yield dead_letter
+
+
+def _matcher(fields: Mapping[str, str], config: Config) -> Callable[[str], object]:
+    """Return what says whether the subject of a notification is one of those that the filter asks for. Raises what
+    `aviso_admin.filters_of` raises.
+    """
+    asked = fields.get("notifications", "").strip()
+    return matcher(aviso_admin.filters_of(config, asked)) if asked else bool
 
 
 def _selection(fields: Mapping[str, str]) -> Selection:

@@ -151,18 +151,25 @@ class Search(Struct, frozen=True, kw_only=True):
     """Why more may wait, in a sentence without its full stop; empty where all were looked at."""
 
 
-async def search(admin: Admin, config: Config, asked: str) -> Search:
-    """Return the notifications of an event type and values of its identifier, such as `mars class=od step=12`.
+def filters_of(config: Config, asked: str) -> Sequence[str]:
+    """Return the filter subjects of an event type and values of its identifier, such as `mars class=od step=12`.
 
-    Raises `UnknownEventTypeError`, `InvalidNotificationError` where the values are none of it, and `BackendError`.
+    Raises `UnknownEventTypeError`, and `InvalidNotificationError` where the values are none of it.
     """
     event_type, *pairs = asked.split()
     event_type = event_type_of(config, event_type)
     where = parse_where(event_type, config.notification_schema[event_type], parse_pairs(pairs))
     if where.place is not None:
         raise InvalidNotificationError("the console looks for the keys of a topic: `aviso-workers replay` finds places")
-    filters = topics.filter_subjects(where)
-    stream = stream_of(config, event_type)
+    return topics.filter_subjects(where)
+
+
+async def search(admin: Admin, config: Config, asked: str) -> Search:
+    """Return the notifications of an event type and values of its identifier, such as `mars class=od step=12`.
+
+    Raises what `filters_of` raises, and `BackendError`.
+    """
+    stream, filters = stream_of(config, asked.split()[0]), filters_of(config, asked)
     info = await admin.stream_info(stream)
     begin = await inventory.start_of_newest(admin, stream, info, filters, SHOWN)
     newest = deque[FoundNotification](maxlen=SHOWN)

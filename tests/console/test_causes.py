@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
@@ -16,11 +16,13 @@ from aviso_workers.state.dead_letter_records import DeadLetter
 from tests.contract.settings import app_config
 
 
-def dead_letter(subject: str = "mars.od.0001.g.20261120.0000.oper.3", *, error: str = "", at: str = "") -> DeadLetter:
+def dead_letter(
+    subject: str = "mars.od.0001.g.20261120.0000.oper.3", *, error: str = "", at: str = "", minute: int = 0
+) -> DeadLetter:
     original = Message(subject=subject, data=b"", sequence=1)
     return DeadLetter(
         sequence=1,
-        time=datetime(2026, 11, 20, tzinfo=UTC),
+        time=datetime(2026, 11, 20, tzinfo=UTC) + timedelta(minutes=minute),
         app="field",
         agent="index",
         reason="rejected",
@@ -76,6 +78,13 @@ def test_those_of_one_cause_say_what_they_have_in_common() -> None:
     )
     assert cause.common == "class=od expver=0001 domain=g date=20261120 time=0000 stream=oper, step 3 to 12"
     assert (cause.group.count, cause.identifier["class"].count, cause.differs) == (4, 2, True)
+
+
+def test_bars_show_when_there_were_how_many() -> None:
+    (cause,) = collected(*[dead_letter(minute=minute) for minute in (0, 1, 43, 43, 43, 43)])
+    assert cause.bars == [0.5, *[0.0] * (causes.BARS - 2), 1.0]
+    (short,) = collected(dead_letter(), dead_letter(minute=causes.BARS - 1))
+    assert short.bars == [], "in so short a time they would show nothing"
 
 
 def test_a_cause_without_a_line_is_selected_without_those_that_have_one() -> None:

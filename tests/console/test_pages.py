@@ -103,13 +103,17 @@ async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app
         page = await shown(client, "/dead-letters", "3 dead letters,")
         other = await shown(client, "/dead-letters?agent=index", "0 of 3 dead letters")
         await shown(client, "/agents?q=fails", "3 (3 of 24 h)")
+        await shown(client, "/dead-letters?notifications=mars+step%3D3", "3 dead letters,")
+        await shown(client, "/dead-letters?notifications=mars+step%3D4", "0 of 3 dead letters")
+        asked = await client.post("/actions/retry-dead-letters", data={"notifications": "mars step=3"})
+        wrong = await client.get("/dead-letters?notifications=mars+nothing%3D4")
         mistaken = await client.get("/dead-letters?since=noon")
         not_a_number = await client.get("/dead-letters?sequence=1.5")
     assert "all of the last day, by 1 cause" in page
-    assert (
-        "3 ValueError: no such field &lt;b&gt;3&lt;/b&gt; field-index/fails failed for them at test_pages" not in page
-    )
+    assert "3 ValueError: no such field &lt;b&gt;3&lt;/b&gt; field-index/fails failed for them at conftest.py:" in page
     assert "No dead letter matches." in other
+    assert "3 dead letters of field-index/fails (notifications mars step=3) are handed back" in text_of(asked.text)
+    assert wrong.status_code == 400
     assert mistaken.status_code == 400
     assert "since" in text_of(mistaken.text)
     assert "is not the number of a dead letter" in text_of(not_a_number.text)
