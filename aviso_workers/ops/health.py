@@ -415,9 +415,10 @@ def _failing(a: AgentFacts) -> Found:
         return None  # the calls of the time before it was known to be away
     if not a.retrying and not failure.of_window and failure.handled is not None and failure.handled >= failure.last:
         return None
-    count = len(a.retrying)
-    retried = f"; {count}{' or more' if count >= MAX_RETRYING else ''} are tried again" if count else ""
-    return failure.since, f"{failing_text(failure)}{retried}"
+    if not (count := len(a.retrying)):
+        return failure.since, failing_text(failure)
+    how_many = f"{count}{' or more' if count >= MAX_RETRYING else ''} {'is' if count == 1 else 'are'}"
+    return failure.since, f"{failing_text(failure)}; {how_many} tried again"
 
 
 def _pacing(a: AgentFacts) -> Found:

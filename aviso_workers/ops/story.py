@@ -63,7 +63,7 @@ STATES = {
     "away": ("warn", "Not handled yet by {}: ", "waits until what it needs is there again"),
     "retrying": ("warn", "Not handled yet by {}: it ", "waits for its next attempt"),
     "handed back": ("warn", "Not handled yet by {}: ", "waits for its retry"),
-    "waits behind": ("warn", "Waits at {} behind ", "waits behind it"),
+    "waits behind": ("warn", "Waits at {} behind ", "waits behind one of its key"),
     "waits": ("warn", "Waits at {}: ", "waits to be delivered"),
     "delayed": ("warn", "Not given to {} yet: ", "waits until it is due"),
     "never given": ("gone", "Never given to {}: ", ""),

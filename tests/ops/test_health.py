@@ -41,7 +41,7 @@ ROWS: dict[str, tuple[AgentFacts, str, bool, str]] = {
         facts(events=WAITS, failure=failure(retrying=(retried(),))),
         "failing",
         False,
-        "1 are tried again",
+        "1 is tried again",
     ),
     "fails for ten minutes": (
         facts(events=WAITS, failure=failure(since=600, retrying=(retried(),))),
@@ -306,7 +306,7 @@ ROWS: dict[str, tuple[AgentFacts, str, bool, str]] = {
         ),
         "failing",
         False,
-        "1 are tried again",
+        "1 is tried again",
     ),
     "what a worker said last that it holds is finished": (
         facts(
@@ -317,7 +317,7 @@ ROWS: dict[str, tuple[AgentFacts, str, bool, str]] = {
         ),
         "failing",
         False,
-        "1 are tried again",
+        "1 is tried again",
     ),
     "catches up": (
         facts(facts(events=consumer(num_pending=990, deliveries=9)), events=consumer(num_pending=900)),

@@ -161,7 +161,7 @@ async def test_what_is_blocked_and_what_waits_behind_it(app: App) -> None:
         found = await told(app, "mars@2")
         said = "Waits at field/index behind MARS@1 of the same key, od, at which the agent is blocked."
         assert (found.sentence, found.tone, found.fates[0].cure) == (said, "warn", "decide")
-        assert happened(found) == [("a publisher", "published it"), ("field/index", "waits behind it")]
+        assert happened(found) == [("a publisher", "published it"), ("field/index", "waits behind one of its key")]
 
 
 async def test_what_is_tried_again(app: App) -> None:
