@@ -116,8 +116,8 @@ class Cause(Struct, kw_only=True):
 
     def told(self, what: str) -> str:
         """Return what the agent did with them, which are called so."""
-        did = TOLD.get(self.group.reason, f"gave up {{}} ({self.group.reason}){{}}")
-        return did.format(what, f" at {self.group.at}" if self.group.at else "")
+        at, did = f" at {self.group.at}" if self.group.at else "", TOLD.get(self.group.reason)
+        return did.format(what, at) if did else f"gave up {what} ({self.group.reason}){at}"
 
 
 class Causes:

@@ -224,7 +224,7 @@ async def agent(question: Question) -> Page:
     if not views:
         raise NotFoundError(f"no agent {name} of app {app} reads one of the known streams")
     declared = overview.snapshot.recorded.apps.get(app)
-    newest = await asked(denied := Denials(), "actions", question.actions.audit.newest(SHOWN_ACTIONS), [])
+    newest = await asked(denied := Denials(), "actions", question.actions.audit.newest(SHOWN_ACTIONS), [], away=True)
     values = {
         "overview": overview,
         "stale": stale_text(overview, question.watcher),

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 from msgspec import Struct
 from rich.filesize import decimal
 
-from aviso_workers.aviso.literals import body_text, time_text
+from aviso_workers.aviso.literals import body_text, printable, time_text
 from aviso_workers.console.history import sparkline, spoken
 from aviso_workers.ops.health import Judgement
 
@@ -142,7 +142,7 @@ def commands(text: str) -> Markup:
             return code
         return f'<a href="{page.format(command[2])}">{code}</a>'
 
-    return Markup(BACKTICKS.sub(shown, str(escape(text))))
+    return Markup(BACKTICKS.sub(shown, str(escape(printable(text)))))
 
 
 def capital(text: str) -> str:
@@ -161,7 +161,7 @@ def told(context: Context, text: str, now: datetime) -> Markup:
             return clock(context, datetime.fromisoformat(found[0]), now)
         return found[0]
 
-    linked = NOTIFICATION.sub(r'<a href="/notification?name=\1%40\2">\g<0></a>', str(escape(text)))
+    linked = NOTIFICATION.sub(r'<a href="/notification?name=\1%40\2">\g<0></a>', str(escape(printable(text))))
     return Markup(TIME.sub(moment, linked))
 
 

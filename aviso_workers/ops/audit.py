@@ -16,7 +16,7 @@ from functools import partial
 
 import anyio
 import structlog
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from aviso_workers.aviso.codec import Message, store_time
 from aviso_workers.backends import Admin
@@ -30,6 +30,7 @@ from aviso_workers.state import audit_records
 from aviso_workers.state.audit_records import (
     ACTIONS,
     MAX_RANGES,
+    PURGED,
     Affected,
     AuditRecord,
     Deed,
@@ -109,27 +110,45 @@ def _why_not_recorded(error: BackendError) -> str:
     return f"not recorded in the audit: {why}"
 
 
-async def of_notification(
-    admin: Admin, stream: str, sequence: int, *, since: datetime
-) -> tuple[dict[Agent, Erased], dict[Agent, list[Deed]]]:
-    """Return how the last dead letters of a notification, which was stored at `since` or later, were erased, and which
-    actions affected it, in order of time, both by app and agent. Raises `BackendError`.
-    """
-    found, actions = dict[Agent, Erased](), defaultdict[Agent, list[Deed]](list)
+class Records(Struct, kw_only=True):
+    """What is recorded of a notification."""
+
+    erased: dict[Agent, Erased] = {}
+    """How its last dead letters were erased."""
+    deeds: dict[Agent, list[Deed]] = field(default_factory=lambda: defaultdict(list))
+    """Actions that affected it, in order of time."""
+    purged: dict[str, Deed] = {}
+    """The last purge of each stream since it was stored."""
+    first: datetime | None = None
+    """When the oldest record was stored; None where there is none."""
+    is_whole: bool = False
+    """Whether all that was recorded is kept."""
+
+
+async def of_notification(admin: Admin, stream: str, sequence: int, *, since: datetime) -> Records:
+    """Return what is recorded of a notification, which was stored at `since` or later. Raises `BackendError`."""
+    found, begun = Records(), dict[int, datetime]()
     if (info := await inventory.existing(admin.stream_info(AUDIT))) is None:
-        return found, actions
+        return found
+    found.first, found.is_whole = info.first_time, info.first_sequence == 1
     subjects = (audit_records.erasures_of("*", "*"), ACTIONS)
     reading = admin.read(AUDIT, filter_subjects=subjects, start_time=since, last_sequence=info.last_sequence)
     async with aclosing(reading):
         async for message in reading:
+            time = store_time(message)
             if message.subject != ACTIONS:
                 if (one := audit_records.erased(message, stream, sequence)) is not None:
-                    found[audit_records.agent_of(message.subject)] = one
-                continue
-            for of, deed in audit_records.deeds(message, stream, sequence).items():
-                app, _, agent = of.partition("/")
-                actions[app, agent].append(deed)
-    return found, actions
+                    found.erased[audit_records.agent_of(message.subject)] = one
+            elif (record := audit_records.read(message)) is not None:
+                begun[message.sequence] = time
+                for each in record.affected:
+                    deed = audit_records.deed(record, each.how, time, begun.get(record.begun or 0, time))
+                    if each.how.startswith(PURGED):
+                        found.purged[each.stream] = deed
+                    elif each.of and each.has(stream, sequence):
+                        app, _, agent = each.of.partition("/")
+                        found.deeds[app, agent].append(deed)
+    return found
 
 
 async def removal(admin: Admin, stream: str, sequence: int, *, since: datetime) -> Deed | None:
@@ -141,8 +160,12 @@ async def removal(admin: Admin, stream: str, sequence: int, *, since: datetime) 
     found: Deed | None = None
     async with aclosing(await _newest(admin, info, MOST_READ)) as reading:
         async for message in reading:
-            if store_time(message) >= since:
-                found = audit_records.deeds(message, stream, sequence).get("", found)
+            time = store_time(message)
+            if time < since or (record := audit_records.read(message)) is None:
+                continue
+            for each in record.affected:
+                if not each.of and each.has(stream, sequence):
+                    found = audit_records.deed(record, each.how, time, time)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from aviso_workers.errors import DeniedError
+from aviso_workers.errors import DeniedError, UnavailableError, describe
 
 T = TypeVar("T")
 OWN_NAME = re.compile(r"(?<=\.CONSUMER\.MSG\.NEXT\.)([^.]+)\..+")
@@ -21,6 +21,8 @@ class Denials:
 
     def __init__(self) -> None:
         self.found: set[tuple[str, str]] = set()
+        self.away: set[tuple[str, str]] = set()
+        """The same of what no server has answered, with the error."""
 
     def subjects(self, *parts: str) -> list[str]:
         """Return the subjects that were denied of these parts; without any, of all."""
@@ -32,7 +34,9 @@ class Denials:
 
     def reason(self, *parts: str) -> str:
         """Return the same as the end of a sentence, without that it is not known."""
-        return _reason(subjects) if (subjects := self.subjects(*parts)) else ""
+        away = sorted({error for part, error in self.away if not parts or part in parts})
+        subjects = self.subjects(*parts)
+        return "; ".join([*([_reason(subjects)] if subjects else []), *away])
 
 
 def text_of(error: DeniedError) -> str:
@@ -50,9 +54,9 @@ def _subject(error: DeniedError) -> str:
 
 
 @contextmanager
-def noted(denied: Denials | None, part: str) -> Iterator[None]:
-    """Note what the server denies within the block, which ends there. It is raised where nobody notes it, and where no
-    answer can be heard: each request would be waited for in vain.
+def noted(denied: Denials | None, part: str, *, away: bool = False) -> Iterator[None]:
+    """Note what the server denies within the block, which ends there; and, if `away`, what no server answers. It is
+    raised where nobody notes it, and where no answer can be heard: each request would be waited for in vain.
     """
     try:
         yield
@@ -60,10 +64,15 @@ def noted(denied: Denials | None, part: str) -> Iterator[None]:
         if denied is None or NO_ANSWERS in str(error):
             raise
         denied.found.add((part, _subject(error)))
+    except UnavailableError as error:
+        if denied is None or not away:
+            raise
+        denied.away.add((part, describe(error)))
 
 
-async def asked(denied: Denials | None, part: str, request: Awaitable[T], otherwise: T) -> T:
-    """Return the answer to a request, or what is said `otherwise` where the server denies it, which is `noted`."""
-    with noted(denied, part):
+async def asked(denied: Denials | None, part: str, request: Awaitable[T], otherwise: T, *, away: bool = False) -> T:
+    """Return the answer to a request, or what is said `otherwise` where the server denies it, or no server answers;
+    which is `noted`."""
+    with noted(denied, part, away=away):
         return await request
     return otherwise

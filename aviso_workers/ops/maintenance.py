@@ -15,7 +15,7 @@ from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import Cluster, StreamConfig
 from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.state import consumer_records
-from aviso_workers.state.audit_records import Affected
+from aviso_workers.state.audit_records import PURGED, Affected
 
 ELECTION_SECONDS = 10.0
 ASK_SECONDS = 5.0
@@ -83,7 +83,7 @@ async def purged(admin: Admin, plan: Purge) -> tuple[Affected, ...]:
     `BackendError`.
     """
     last = plan.last if plan.subject else (await admin.stream_info(plan.stream)).first_sequence - 1
-    how = f"purged, if its subject matches {plan.subject}," if plan.subject else "purged"
+    how = f"{PURGED}, if its subject matches {plan.subject}," if plan.subject else PURGED
     if last < plan.first:
         return ()
     return (Affected(how=how, stream=plan.stream, ranges=((plan.first, last),)),)

@@ -22,7 +22,7 @@ from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import Message, NotificationReader, store_time
-from aviso_workers.aviso.literals import counted, time_text
+from aviso_workers.aviso.literals import counted, rfc3339, time_text
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.config.streams import event_streams
@@ -34,7 +34,7 @@ from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import audit, aviso_admin, inventory
 from aviso_workers.ops.agent_control import end_text
 from aviso_workers.ops.agent_report import AgentHealth
-from aviso_workers.ops.audit import Agent
+from aviso_workers.ops.audit import Agent, Records
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.health import UNKNOWN, AgentFacts
@@ -44,8 +44,12 @@ from aviso_workers.state import asyncapi, dead_letter_records, own_streams
 from aviso_workers.state.audit_records import GIVEN_AGAIN, PASSED_OVER, Deed, Erased
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 from aviso_workers.state.failure_records import Retrying
-from aviso_workers.state.own_streams import RETRIES
+from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
+ONCE = timedelta(minutes=2)
+"""A notification that fails again within this time of its dead letter gets no other one: the duplicate window."""
+RETURNED = "handed back"
+"""What a retry does to the notifications of dead letters."""
 MAX_SCANNED = 3000
 """Messages among which outputs are looked for."""
 SCAN_SECONDS = 1.0
@@ -107,11 +111,25 @@ class Kept(Struct, frozen=True, kw_only=True):
     """The last one."""
     deeds: tuple[Deed, ...] = ()
     """Actions that have affected it, in order of time."""
+    unproved: str = ""
+    """Why it may have been a dead letter that is not kept any more; empty where it was none."""
 
     @property
     def reset(self) -> Deed | None:
         """The last reset of its agent that passed it over, or gave it again."""
-        return next((each for each in reversed(self.deeds) if each.how in (PASSED_OVER, GIVEN_AGAIN)), None)
+        return self._last(PASSED_OVER, GIVEN_AGAIN)
+
+    @property
+    def returned(self) -> Deed | None:
+        """The last action that has handed it back."""
+        return self._last(RETURNED)
+
+    def is_of_before(self, time: datetime) -> bool:
+        """Return whether a reset has given it again since."""
+        return self.reset is not None and self.reset.how == GIVEN_AGAIN and time + ONCE < self.reset.begun
+
+    def _last(self, *how: str) -> Deed | None:
+        return next((each for each in reversed(self.deeds) if each.how in how), None)
 
     def why(self, how: str, time: datetime) -> str:
         """Return the reason that somebody gave for what was done at this time, quoted, behind a comma; empty where none
@@ -308,15 +326,17 @@ def _events(
             told = f"made it dead letter {dead.sequence}: {dead.reason} after {counted(dead.attempts, 'attempt')}"
             found.append(Told(time=dead.time, whose=name, told=told, error=dead.error, tone="bad", dead_letter=link))
         for each in of_agent.returns:
-            told = f"handed dead letter {each.dead.sequence} back to {name}{of_agent.why('handed back', each.time)}"
+            told = f"handed dead letter {each.dead.sequence} back to {name}{of_agent.why(RETURNED, each.time)}"
             found.append(Told(time=each.time, whose=each.by or "somebody", told=told))
         if (erased := of_agent.erased) is not None:
-            told = f"erased dead letter {erased.sequence} of {name}{of_agent.why('erased', erased.time)}"
+            # It is recorded before it is done.
+            did = "would have erased" if last is not None and last.sequence == erased.sequence else "erased"
+            told = f"{did} dead letter {erased.sequence} of {name}{of_agent.why('erased', erased.time)}"
             found.append(Told(time=erased.time, whose=erased.by, told=told, tone="gone"))
         if (reset := of_agent.reset) is not None:
             past = "past it" if reset.how == PASSED_OVER else "to before it"
             told = f"reset {name} {past}{of_agent.why(reset.how, reset.time)}"
-            found.append(Told(time=reset.time, whose=reset.by, told=told))
+            found.append(Told(time=reset.begun, whose=reset.by, told=told))
     return sorted(found, key=lambda each: each.time or stored)
 
 
@@ -394,23 +414,52 @@ async def _kept(
 ) -> dict[Agent, Kept]:
     """Return what is kept of the notification, by agent. What is denied is noted, by app and as `ERASURES`."""
     recorded = audit.of_notification(admin, message.stream, message.sequence, since=_since(message))
-    erased, deeds = await asked(denied, ERASURES, recorded, ({}, {}))
-    dead, back = dict[Agent, DeadLetter](), dict[Agent, tuple[HandedBack, ...]]()
+    records = await asked(denied, ERASURES, recorded, Records(), away=True)
+    dead, back, unproved = dict[Agent, DeadLetter](), dict[Agent, tuple[HandedBack, ...]](), dict[str, str]()
     for app in sorted({each.facts.app for each in readers}):
-        back |= await asked(denied, app, _handed_back(admin, app, message), {})
+        back |= await asked(denied, app, _handed_back(admin, app, message), {}, away=True)
+        unproved[app] = await asked(denied, app, _unproved(admin, app, records, _since(message)), "", away=True)
         if any(each.facts.dead_letters != 0 for each in readers if each.facts.app == app):
-            dead |= await asked(denied, app, _dead_letters(admin, app, message), {})
+            dead |= await asked(denied, app, _dead_letters(admin, app, message), {}, away=True)
     return {
-        of: Kept(dead=dead.get(of), returns=back.get(of, ()), erased=erased.get(of), deeds=tuple(deeds.get(of, ())))
-        for of in sorted({*dead, *back, *erased, *deeds})
+        of: Kept(
+            dead=dead.get(of),
+            returns=back.get(of, ()),
+            erased=records.erased.get(of),
+            deeds=tuple(records.deeds.get(of, ())),
+            unproved=unproved[of[0]],
+        )
+        for of in sorted({(each.facts.app, each.facts.agent) for each in readers})
     }
+
+
+async def _unproved(admin: Admin, app: str, records: Records, since: datetime) -> str:
+    """Return `unproved` of all notifications since then. Raises `BackendError`."""
+    stream = own_streams.of_app(DEAD_LETTERS, app)
+    if (deed := records.purged.get(stream)) is not None:
+        return f"{deed.by} purged dead letters of {app} at {time_text(deed.time)}, of which it may have been one"
+    info = await inventory.existing(admin.stream_info(stream))
+    if info is None or info.messages == info.last_sequence or (records.first and records.is_whole):
+        return ""
+    if records.first and records.first <= since:
+        return ""
+    begin = f"begins at {time_text(records.first)}" if records.first else "is not there any more"
+    return f"dead letters of {app} were removed, of which it may have been one, and the record of that {begin}"
 
 
 async def _dead_letters(admin: Admin, app: str, message: StoredMessage) -> dict[Agent, DeadLetter]:
     """Return the last dead letter of the notification, by agent of an app. Raises `BackendError`."""
     wanted = Selection(app=app, stream=message.stream, since=_since(message))
     async with aclosing(StoredDeadLetters(admin, events=Events()).select(wanted)) as found:
-        return {(app, each.agent): each async for each in found if each.original.sequence == message.sequence}
+        return {(app, each.agent): each async for each in found if _is_of(each, message)}
+
+
+def _is_of(dead: DeadLetter, message: StoredMessage) -> bool:
+    """Return whether it is a dead letter of the notification, and not of one with its sequence of a stream before."""
+    same = (dead.stream, dead.original.sequence, dead.original.subject)
+    return same == (message.stream, message.sequence, message.subject) and (
+        rfc3339(dead.original.timestamp_ns) == message.time
+    )
 
 
 async def _handed_back(admin: Admin, app: str, message: StoredMessage) -> dict[Agent, tuple[HandedBack, ...]]:
@@ -425,7 +474,7 @@ async def _handed_back(admin: Admin, app: str, message: StoredMessage) -> dict[A
         async for copy in reading:
             with suppress(UndecodableError):  # what nobody of us has written
                 dead, by = dead_letter_records.handed_back(copy, app)
-                if (dead.stream, dead.original.sequence) == (message.stream, message.sequence):
+                if _is_of(dead, message):
                     one = HandedBack(sequence=copy.sequence, time=store_time(copy), dead=dead, by=by)
                     back[app, dead.agent] = (*back.get((app, dead.agent), ()), one)
     return back
@@ -439,11 +488,12 @@ def fate(
     """
     facts, dead, back, erased = health.facts, kept.dead, kept.back, kept.erased
     told = partial(Fate, app=facts.app, agent=facts.agent)
-    if dead is not None and (back is None or back.dead.id != dead.id):
+    if dead is not None and (back is None or back.dead.id != dead.id) and not kept.is_of_before(dead.time):
         again = " again" if back is not None and dead.time > back.time else ""
         why = f"dead letter {dead.sequence}{again}, {dead.reason} after {counted(dead.attempts, 'attempt')}"
         return told(state="dead letter", why=why, error=dead.error, dead_letter=dead.sequence)
-    if erased is not None and (back is None or erased.time > back.time):
+    is_last = back is None or (erased is not None and erased.time > back.time and erased.sequence != back.dead.sequence)
+    if erased is not None and is_last and not kept.is_of_before(erased.time):
         why = f"its dead letter {erased.sequence} was erased at {time_text(erased.time)} by {erased.by}"
         return told(state="erased", why=why)
     if facts.consumer is None:
@@ -468,7 +518,7 @@ def fate(
         does = "at which the agent is blocked" if before.blocked else "which is tried again"
         why = f"{before.stream}@{before.sequence} of the same key, {before.key}, {does}"
         return told(state="waits behind", why=why, error=before.error, cure="decide" if before.blocked else "")
-    state, why = _by_position(health, facts.consumer, message, policy, kept.reset)
+    state, why = _by_position(health, facts.consumer, message, policy, kept)
     return told(state=state, why=why, cure="resume" if paused and state == "waits" else "")
 
 
@@ -496,9 +546,10 @@ def _after_handing_back(health: AgentHealth, back: HandedBack) -> tuple[str, str
 
 
 def _by_position(
-    health: AgentHealth, events: ConsumerInfo, message: StoredMessage, policy: Mapping[str, str], reset: Deed | None
+    health: AgentHealth, events: ConsumerInfo, message: StoredMessage, policy: Mapping[str, str], kept: Kept
 ) -> tuple[str, str]:
     """Return what the position of the consumer says, and who has moved it."""
+    reset, returned = kept.reset, kept.returned
     if message.sequence > events.position:
         return "waits", f"it has come to {events.position}, {events.num_pending} wait; {_text(health)}"
     until = f"everything up to {events.settled} is settled"
@@ -515,6 +566,15 @@ def _by_position(
         )
     if "window" in policy:
         return "counted", f"{until}: it counts in the windows of the agent ({policy['window']})"
+    if kept.dead is not None or (reset is not None and reset.how == GIVEN_AGAIN):
+        assert reset is not None
+        of_before = f"; dead letter {kept.dead.sequence} is of the time before" if kept.dead is not None else ""
+        return HANDLED, f"{until}, since {reset.by} reset the agent to before it at {time_text(reset.begun)}{of_before}"
+    if returned is not None:
+        by = f"by {returned.by} at {time_text(returned.time)}"
+        return "settled", f"{until}; it was handed back {by}, and what became of it since is not kept any more"
+    if kept.unproved:
+        return "settled", f"{until}, and no dead letter of it is kept; {kept.unproved}"
     return HANDLED, f"{until}, no dead letter of it is kept, and none was erased"
 
 

@@ -31,6 +31,8 @@ DEAD_LETTERS = "dead letters"
 """What actions on many of them are recorded to be done to."""
 PASSED_OVER, GIVEN_AGAIN = "passed over", "given again"
 """What a reset does to notifications of its agent."""
+PURGED = "purged"
+"""How a purge begins to say what it does."""
 MAX_RANGES = 1000
 """Of sequences, in one record: it has to fit into a message of any server."""
 
@@ -128,8 +130,10 @@ class Deed(Struct, frozen=True, kw_only=True):
 
     how: str
     by: str
+    begun: datetime
+    """When the action began, as far as that is known."""
     time: datetime
-    """When the action had ended."""
+    """When it had ended."""
     why: str = ""
     """The reason that was given, if one was."""
 
@@ -185,15 +189,9 @@ def joined(messages: Iterable[Message], *, since: int) -> list[RecordedAction]:
     return sorted(found.values(), key=lambda each: -each.sequence)
 
 
-def deeds(message: Message, stream: str, sequence: int) -> dict[str, Deed]:
-    """Return how a message of a stream was affected by the action that has ended with this record, by the agent that
-    had it, such as `field/index`.
-    """
-    if (record := read(message)) is None:
-        return {}
-    affected = [each for each in record.affected if each.has(stream, sequence)]
-    by, why, time = printable(record.by), printable(record.why), store_time(message)
-    return {each.of: Deed(how=each.how, by=by, time=time, why=why) for each in affected}
+def deed(record: AuditRecord, how: str, ended: datetime, begun: datetime) -> Deed:
+    """Return how a message was affected by an action of which this is the record of its end."""
+    return Deed(how=how, by=printable(record.by), begun=begun, time=ended, why=printable(record.why))
 
 
 def erasures_of(app: str, agent: str) -> str:

@@ -14,14 +14,16 @@ import pytest
 from aviso_workers import App, Notification, Notify, RetryPolicy, Unavailable, Window, Windowing
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.aviso.positions import Position
-from aviso_workers.errors import NotFoundError
+from aviso_workers.errors import DeniedError, NotFoundError
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_control, agent_report, audit, aviso_admin, maintenance, snapshots, story
 from aviso_workers.ops.agent_control import AgentConsumer
-from aviso_workers.ops.audit import Audit, Operator
+from aviso_workers.ops.audit import AffectedLetters, Audit, Operator
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.ops.story import Story
 from aviso_workers.server import NatsServer
+from aviso_workers.state import own_streams
+from aviso_workers.state.own_streams import AUDIT, DEAD_LETTERS, RETRIES
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
 
@@ -251,18 +253,21 @@ async def test_a_dead_letter_that_was_erased_is_not_handled(app: App) -> None:
 
 
 async def test_a_dead_letter_of_a_stream_that_was_made_again_is_of_no_new_notification(app: App) -> None:
+    broken = Broken()
+
     @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
-        if notification.identifier["step"] == "1":
+        if broken.now:
             raise ValueError("no such field")
 
     async with app.running():
         await publish(app, 1)
         await until(app, "mars@1", "index", "dead letter")
-        await anyio.sleep(story.SKEW.total_seconds())  # so much the clocks of servers may differ
+        broken.now = False
         await app.session.admin.delete_stream("MARS")
-        await publish(app, 2)
+        await publish(app, 1)
         await until(app, "mars@1", "index", "handled")
+        assert happened(await told(app, "mars@1")) == [("a publisher", "published it")]
 
 
 async def test_a_dead_letter_whose_erasing_cannot_be_recorded_stays(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +285,100 @@ async def test_a_dead_letter_whose_erasing_cannot_be_recorded_stays(app: App, mo
         with pytest.raises(NotFoundError):
             await letters(app, erase=True)
         await until(app, "mars@1", "index", "dead letter")
+
+
+async def test_a_dead_letter_that_could_not_be_erased_is_not_told_as_erased(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such field")
+
+    async def denied(*_: object, **__: object) -> None:
+        raise DeniedError("STREAM.MSG.DELETE.aviso_workers_dead_letters__field: permissions violation")
+
+    async with app.running():
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "dead letter")
+        monkeypatch.setattr(app.session.admin, "delete_message", denied)
+        with pytest.raises(DeniedError):
+            await letters(app, erase=True)
+        found = await told(app, "mars@1")
+        assert happened(found)[-1] == (ANNA, "would have erased dead letter 1 of field/index")
+        assert found.fates[0].state == "dead letter"
+
+
+async def test_one_that_was_handed_back_but_not_deleted_is_handled_whoever_erases_its_dead_letter(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Broken()
+
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        if broken.now:
+            raise ValueError("no such field")
+
+    async def denied(*_: object, **__: object) -> None:
+        raise DeniedError("STREAM.MSG.DELETE.aviso_workers_dead_letters__field: permissions violation")
+
+    async with app.running():
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "dead letter")
+        broken.now = False
+        with monkeypatch.context() as patched:
+            patched.setattr(app.session.admin, "delete_message", denied)
+            with pytest.raises(DeniedError, match="they are handed back"):
+                await letters(app)
+        await until(app, "mars@1", "index", "handled")
+        await letters(app, erase=True)
+        assert await until(app, "mars@1", "index", "handled")
+
+
+@pytest.mark.parametrize("of", [DEAD_LETTERS, AUDIT])
+async def test_what_may_have_been_a_dead_letter_that_is_not_kept_is_not_said_to_be_handled(app: App, of: str) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        if notification.identifier["step"] == "1":
+            raise ValueError("no such field")
+
+    async with app.running():
+        admin, stream = app.session.admin, own_streams.of_app(DEAD_LETTERS, "field")
+        await publish(app, 1, 2)
+        await until(app, "mars@1", "index", "dead letter")
+        if of == AUDIT:
+            await letters(app, erase=True)
+            await admin.delete_stream(AUDIT)
+            said = "dead letters of field were removed, of which it may have been one, and the record of that is not"
+        else:
+            plan = await maintenance.plan_purge(admin, stream)
+            async with Audit(admin, app.config, warn=pytest.fail).recorded(ANNA, "purge-stream", stream) as result:
+                await maintenance.purge(admin, plan)
+                result.affected = await maintenance.purged(admin, plan)
+            said = f"{ANNA}, by command purged dead letters of field at 20"
+        for name in ("mars@1", "mars@2"):
+            assert said in await until(app, name, "index", "settled")
+
+
+async def test_one_that_was_handed_back_and_whose_copy_is_gone_is_not_said_to_be_handled(app: App) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such field")
+
+    agent = AgentConsumer(app="field", agent="index", stream="MARS")
+    async with app.running():
+        admin = app.session.admin
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "dead letter")
+        await agent_control.pause(admin, agent)
+        dead = await StoredDeadLetters(admin, events=Events()).get(1, "field")
+        async with Audit(admin, app.config, warn=pytest.fail).recorded(ANNA, "retry", "dead letters") as result:
+            await letters(app)
+            letters_ = AffectedLetters()
+            letters_.note(dead)
+            result.affected = letters_.records("handed back")
+        await admin.purge_stream(own_streams.of_app(RETRIES, "field"))
+        why = await until(app, "mars@1", "index", "settled")
+        assert f"it was handed back by {ANNA}, by command at 20" in why
 
 
 async def test_what_waits_to_be_stored_later_is_found_by_its_values_and_named_by_its_message_id(
@@ -385,6 +484,29 @@ async def test_what_an_agent_was_reset_past_is_passed_over(app: App) -> None:
         await reset(app, agent, to=2)
         await agent_control.resume(admin, agent)
         await until(app, "mars@3", "index", "handled")
+
+
+async def test_what_a_reset_has_given_again_is_handled_although_its_dead_letter_is_kept(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Broken()
+
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        if broken.now:
+            raise ValueError("no such field")
+
+    async with app.running():
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "dead letter")
+        broken.now = False
+        await reset(app, AgentConsumer(app="field", agent="index", stream="MARS"), to=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(story, "ONCE", timedelta(0))
+            why = await until(app, "mars@1", "index", "handled")
+        assert why.endswith("; dead letter 1 is of the time before")
+        assert happened(await told(app, "mars@1"))[-1] == (f"{ANNA}, by command", "reset field/index to before it")
+        await until(app, "mars@1", "index", "dead letter")  # which so soon after it may be of the time since
 
 
 async def reset(app: App, agent: AgentConsumer, *, to: int) -> None:
