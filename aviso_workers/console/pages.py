@@ -89,7 +89,7 @@ async def now(question: Question) -> Page:
     streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _refuses(overview, row))]
     stale = stale_text(overview, question.watcher)
     sentence, tone = _sentence(overview, troubled, len(streams))
-    of_day = {(view.progress.app, view.progress.agent): view.dead_letters_of_a_day or 0 for view in overview.agents}
+    of_day = {(view.facts.app, view.facts.agent): view.dead_letters_of_a_day or 0 for view in overview.agents}
     most = sorted(((count, of) for of, count in of_day.items() if count), reverse=True)[:MOST_CAUSES]
     values = {
         "overview": overview,
@@ -102,7 +102,7 @@ async def now(question: Question) -> Page:
         "sentence": sentence,
         "tone": tone,
         "causes": ", ".join(f"{count:,} of {app}/{agent}" for count, (app, agent) in most),
-        "lag": sum(view.progress.lag for view in overview.agents),
+        "lag": sum(view.facts.lag for view in overview.agents),
         "rate": sum(view.handled_rate for view in overview.agents),
         "workers": overview.workers_known,
         "lost": len([row for row in overview.workers_in_trouble if row.state == "lost"]),
@@ -164,15 +164,15 @@ def _rank(state: str) -> int:
 
 
 def _by_state(view: AgentView) -> tuple[bool, int, int]:
-    return not view.judgement.needs, _rank(view.state), -view.progress.lag
+    return not view.judgement.needs, _rank(view.state), -view.facts.lag
 
 
 ORDERS: dict[str, Callable[[AgentView], Any]] = {
     "state": _by_state,
-    "agent": lambda view: (view.progress.app, view.progress.agent),
-    "lag": lambda view: -view.progress.lag,
+    "agent": lambda view: (view.facts.app, view.facts.agent),
+    "lag": lambda view: -view.facts.lag,
     "rate": lambda view: -view.handled_rate,
-    "dead letters": lambda view: -(view.progress.dead_letters or 0),
+    "dead letters": lambda view: -(view.facts.dead_letters or 0),
 }
 
 
@@ -194,9 +194,9 @@ async def agents(question: Question) -> Page:
     found = [
         view
         for view in overview.agents
-        if (not text or text.lower() in f"{view.progress.app}/{view.progress.agent} {view.progress.stream}".lower())
+        if (not text or text.lower() in f"{view.facts.app}/{view.facts.agent} {view.facts.stream}".lower())
         and state in ("", view.state)
-        and app in ("", view.progress.app)
+        and app in ("", view.facts.app)
     ]
     kinds = {name: [view for view in found if belongs(view)] for name, (_, belongs) in SHOWN.items()}
     values = {
@@ -209,7 +209,7 @@ async def agents(question: Question) -> Page:
         "order": order,
         "orders": list(ORDERS),
         "states": sorted({view.state for view in overview.agents} | ({state} if state else set()), key=_rank),
-        "apps": sorted({view.progress.app for view in overview.agents} | ({app} if app else set())),
+        "apps": sorted({view.facts.app for view in overview.agents} | ({app} if app else set())),
     }
     return Page("agents.html", "Agents", values, live=True)
 
@@ -218,7 +218,7 @@ async def agent(question: Question) -> Page:
     """One agent: its policy, what is tried again and why, which keys wait."""
     overview = await question.overview()
     app, name = question.path["app"], question.path["agent"]
-    views = [view for view in overview.agents if (view.progress.app, view.progress.agent) == (app, name)]
+    views = [view for view in overview.agents if (view.facts.app, view.facts.agent) == (app, name)]
     if not views and (said := overview.snapshot.denied.text()):
         return Page("error.html", f"{app}/{name}", {"text": said})
     if not views:
@@ -240,10 +240,10 @@ async def agent(question: Question) -> Page:
             for view in views
             for worker, at_work in view.workers
         ],
-        "consumers": [(view.progress.stream, view.progress.consumer, view.why) for view in views],
-        "asked": any(view.progress.consumer and view.progress.consumer.num_waiting for view in views),
+        "consumers": [(view.facts.stream, view.facts.consumer, view.why) for view in views],
+        "asked": any(view.facts.consumer and view.facts.consumer.num_waiting for view in views),
         "deploys": overview.snapshot.recorded.deploys.get(app, ()),
-        "retrying": [each for view in views for each in view.progress.retrying],
+        "retrying": [each for view in views for each in view.facts.retrying],
         "versions": [
             (key[2], each)
             for key, registered in overview.snapshot.recorded.versions.items()
@@ -259,7 +259,7 @@ async def all_dead_letters(question: Question) -> Page:
     """The dead letters that a filter selects: by cause, and the newest of them."""
     overview, actions = await question.overview(), question.actions
     found = await actions.dead_letters.of(question.query, overview.config, now=overview.time)
-    filters = {name: text for name in dead_letters.FILTERS if (text := question.asked(name))}
+    filters = dead_letters.given(question.query, *dead_letters.FILTERS)
     newest, causes = part_of(found.newest, question.asked("page"), dead_letters.SHOWN), Causes(overview.config)
     rows = structs.replace(newest, rows=[(each, causes.identifier(each)) for each in newest.rows])
     jobs = actions.jobs[:SHOWN_JOBS]
@@ -307,8 +307,7 @@ async def notification(question: Question) -> Page:
     if name:
         admin, overview = question.actions.admin, await question.overview()
         if "@" in name.split()[0]:
-            agents = [each.health for each in overview.agents]
-            told = await story.of(admin, overview.config, name, agents, overview.snapshot)
+            told = await story.of(admin, overview.config, name, overview.agents, overview.snapshot)
         else:
             found = await aviso_admin.search(admin, overview.config, name)
     values = {"story": told, "found": found, "now": overview.time if overview else None}

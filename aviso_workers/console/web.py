@@ -7,6 +7,7 @@ again on the server after each snapshot and sent as an event stream (HTML, "Serv
 
 from __future__ import annotations
 
+import inspect
 import re
 import secrets
 from collections import Counter
@@ -36,12 +37,11 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aviso_workers.aviso.literals import printable_lines
-from aviso_workers.console import mcp
+from aviso_workers.console import history, mcp, shown
 from aviso_workers.console.access import Access, ForbiddenError, Visitor
 from aviso_workers.console.actions import ACTIONS, Actions, BrokenOffError, Confirmation
 from aviso_workers.console.overview import Watcher
 from aviso_workers.console.pages import PAGES, Page, Question
-from aviso_workers.console.shown import FILTERS
 from aviso_workers.errors import AvisoWorkersError, BackendError, DeniedError, NotFoundError, UnavailableError, describe
 from aviso_workers.ops import denials
 from aviso_workers.telemetry.failed_logins import FailedLogins
@@ -203,7 +203,8 @@ class _Views:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.filters.update(FILTERS)
+        for module in (shown, history):
+            self._templates.filters.update(inspect.getmembers(module, inspect.isfunction))
         self._templates.globals["version"] = __version__
 
     def of_page(self, make: Callable[[Question], Awaitable[Page]]) -> Callable[[Request], Awaitable[Response]]:
