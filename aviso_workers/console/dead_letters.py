@@ -332,11 +332,10 @@ def given(fields: Mapping[str, str], *names: str) -> dict[str, str]:
 
 
 def _selection(fields: Mapping[str, str]) -> Selection:
-    wanted: dict[str, Any] = dict(given(fields, *FILTERS))
-    for name in ("since", "until"):
-        if name in wanted:
-            wanted[name] = parse_moment(wanted[name], name=name, now=datetime.now(UTC))
-    if (text := wanted.pop("sequence", None)) is not None:
+    wanted: dict[str, Any] = {**given(fields, "app", "agent", "reason", "stream", "error", "line")}
+    for name, text in given(fields, "since", "until").items():
+        wanted[name] = parse_moment(text, name=name, now=datetime.now(UTC))
+    for text in given(fields, "sequence").values():
         if (sequence := whole_number(text)) is None:
             raise InvalidPositionError(f"sequence: {text!r} is not the number of a dead letter")
         wanted["sequences"] = frozenset({sequence})

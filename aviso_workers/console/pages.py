@@ -66,36 +66,34 @@ class Question(Struct, frozen=True, kw_only=True):
     path: Mapping[str, str]
     query: Mapping[str, str]
 
-    @property
-    def live(self) -> str:
-        return self.query.get("live", "")
-
     def asked(self, name: str) -> str:
         """Return a filter of the address; empty where it is not given."""
         return self.query.get(name, "").strip()
 
-    async def overview(self) -> Overview:
-        return await self.watcher.newest()
+
+def _of_now(question: Question, overview: Overview, *parts: str) -> dict[str, Any]:
+    """Return what each page shows that is made of an overview; `parts` are what the server may deny of it."""
+    return {
+        "overview": overview,
+        "stale": stale_text(overview, question.watcher),
+        "denied": overview.snapshot.denied.text(*parts),
+    }
 
 
 async def now(question: Question) -> Page:
     """What needs somebody, and why."""
     try:
-        overview = await question.overview()
+        overview = await question.watcher.newest()
     except BackendError as error:
         return Page("now.html", "Now", {"overview": None, "down": str(error), "stale": ""}, live=True, status=503)
-    denied = overview.snapshot.denied.text()
     troubled = sorted((view for view in overview.agents if view.judgement.is_trouble), key=_by_state)
     streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _refuses(overview, row))]
-    stale = stale_text(overview, question.watcher)
     sentence, tone = _sentence(overview, troubled, len(streams))
     of_day = {(view.facts.app, view.facts.agent): view.dead_letters_of_a_day or 0 for view in overview.agents}
     most = sorted(((count, of) for of, count in of_day.items() if count), reverse=True)[:MOST_CAUSES]
     values = {
-        "overview": overview,
+        **_of_now(question, overview),
         "down": "",
-        "stale": stale,
-        "denied": denied,
         "troubled": troubled,
         "paused": [view for view in overview.agents if view.state == "paused"],
         "streams": streams,
@@ -188,7 +186,7 @@ SHOWN: dict[str, tuple[str, Callable[[AgentView], bool]]] = {
 
 async def agents(question: Question) -> Page:
     """All agents, with filters and orders that stand in the address."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     text, state, app = (question.asked(name) for name in ("q", "state", "app"))
     order = question.asked("order") or "state"
     found = [
@@ -200,9 +198,7 @@ async def agents(question: Question) -> Page:
     ]
     kinds = {name: [view for view in found if belongs(view)] for name, (_, belongs) in SHOWN.items()}
     values = {
-        "overview": overview,
-        "stale": stale_text(overview, question.watcher),
-        "denied": overview.snapshot.denied.text(),
+        **_of_now(question, overview),
         "agents": sorted(kinds.get(question.asked("show"), found), key=ORDERS.get(order, _by_state)),
         "chips": [(name, label, len(kinds[name])) for name, (label, _) in SHOWN.items()],
         "failing": [row for row in overview.failing if app in ("", row.app)] if not text and not state else [],
@@ -216,7 +212,7 @@ async def agents(question: Question) -> Page:
 
 async def agent(question: Question) -> Page:
     """One agent: its policy, what is tried again and why, which keys wait."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     app, name = question.path["app"], question.path["agent"]
     views = [view for view in overview.agents if (view.facts.app, view.facts.agent) == (app, name)]
     if not views and (said := overview.snapshot.denied.text()):
@@ -226,9 +222,7 @@ async def agent(question: Question) -> Page:
     declared = overview.snapshot.recorded.apps.get(app)
     newest = await asked(denied := Denials(), "actions", question.actions.audit.newest(SHOWN_ACTIONS), [])
     values = {
-        "overview": overview,
-        "stale": stale_text(overview, question.watcher),
-        "denied": overview.snapshot.denied.text(),
+        **_of_now(question, overview),
         "denied_actions": denied.text(),
         "app": app,
         "agent": name,
@@ -257,7 +251,7 @@ async def agent(question: Question) -> Page:
 
 async def all_dead_letters(question: Question) -> Page:
     """The dead letters that a filter selects: by cause, and the newest of them."""
-    overview, actions = await question.overview(), question.actions
+    overview, actions = await question.watcher.newest(), question.actions
     found = await actions.dead_letters.of(question.query, overview.config, now=overview.time)
     filters = dead_letters.given(question.query, *dead_letters.FILTERS)
     newest, causes = part_of(found.newest, question.asked("page"), dead_letters.SHOWN), Causes(overview.config)
@@ -305,7 +299,7 @@ async def notification(question: Question) -> Page:
     """One notification and what has become of it at each agent, or the newest ones with values of an identifier."""
     name, told, found, overview = question.asked("name"), None, None, None
     if name:
-        admin, overview = question.actions.admin, await question.overview()
+        admin, overview = question.actions.admin, await question.watcher.newest()
         if "@" in name.split()[0]:
             told = await story.of(admin, overview.config, name, overview.agents, overview.snapshot)
         else:
@@ -331,7 +325,7 @@ class _TimerRow(Struct, frozen=True, kw_only=True):
 
 async def timers(question: Question) -> Page:
     """The timers that the workers of all apps have recorded."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     admin = question.actions.admin
     rows = []
     for app, declared in sorted(overview.snapshot.recorded.apps.items()):
@@ -363,18 +357,13 @@ async def timers(question: Question) -> Page:
                     denied=denied.text(),
                 )
             )
-    values = {
-        "overview": overview,
-        "timers": rows,
-        "stale": stale_text(overview, question.watcher),
-        "denied": overview.snapshot.denied.text("records"),
-    }
+    values = {**_of_now(question, overview, "records"), "timers": rows}
     return Page("timers.html", "Timers", values, live=True)
 
 
 async def streams(question: Question) -> Page:
     """All streams of the account."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     everything = question.asked("all") == "yes"
     shown = [row for row in overview.streams if everything or not row.stream.startswith("KV_")]
     known = bool(overview.streams) or not overview.snapshot.denied.subjects("streams")
@@ -383,28 +372,26 @@ async def streams(question: Question) -> Page:
         for config in (question.actions.config, overview.config)
     )
     values = {
-        "overview": overview,
+        **_of_now(question, overview, "streams", "consumers"),
         "streams": shown,
-        "denied": overview.snapshot.denied.text("streams", "consumers"),
         "left_out": len(overview.streams) - len(shown),
         "differing": differing,
         "declared": {name: texts for name, texts in declared.items() if name not in differing},
         "unavailable": overview.snapshot.unavailable,
-        "stale": stale_text(overview, question.watcher),
     }
     return Page("streams.html", "Streams", values, live=True)
 
 
 async def spark(question: Question) -> Page:
     """The Spark applications that notifications tell of."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     runs, stream = await spark_applications.newest(question.actions.admin, overview.config)
     return Page("spark.html", "Spark", {"runs": runs, "stream": stream, "overview": overview})
 
 
 async def apps(question: Question) -> Page:
     """What the apps have declared when a worker of them started last."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     values = {
         "apps": sorted(overview.snapshot.recorded.apps.items()),
         "overview": overview,
@@ -415,7 +402,7 @@ async def apps(question: Question) -> Page:
 
 async def app(question: Question) -> Page:
     """What an app has declared."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     name, admin, schema = question.path["app"], question.actions.admin, overview.config.notification_schema
     if (declared := overview.snapshot.recorded.apps.get(name)) is None:
         if said := overview.snapshot.denied.text("records"):
@@ -446,7 +433,7 @@ async def app(question: Question) -> Page:
 
 async def doctor(question: Question) -> Page:
     """The results of the doctor's checks."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     scope = doctor_.Scope(seconds=DOCTOR_SECONDS)
     report = await question.actions.examined(overview.config, scope)
     return Page("doctor.html", "Doctor", {"report": report, "State": doctor_.State, "skipped": output.skipped(report)})

@@ -109,16 +109,15 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / HOUR:.1f} h" if seconds < 2 * DAY else f"{seconds / DAY:.0f} d"
 
 
+size = decimal
+
+
 def number(value: int | None) -> str:
     return f"{value:,}" if value is not None else "–"
 
 
 def rate(value: float) -> str:
     return f"{value:,.1f}" if value >= SLOWEST else "0"
-
-
-def size(value: int) -> str:
-    return decimal(value)
 
 
 def part(value: float | None) -> str:

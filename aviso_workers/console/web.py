@@ -213,7 +213,7 @@ class _Views:
             page = await _in_time(make(question))
             if not page.template:
                 return JSONResponse(page.values, headers={"content-disposition": f"attachment; filename={page.title}"})
-            if question.live == "stream" and page.live and request.method == "GET":
+            if question.asked(LIVE) == "stream" and page.live and request.method == "GET":
                 return self._stream(request, page, lambda: make(question))
             answered = HTMLResponse(self._whole(request, page), page.status)
             if TIMES in request.query_params:
