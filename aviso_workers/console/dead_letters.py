@@ -312,9 +312,8 @@ async def _act_on(
     try:
         await do(*dead_letters, note=job.note)
     except BackendError as error:
-        if patient and isinstance(error, UnavailableError | OutcomeUnknownError):
-            raise
-        if len(job.failures) >= MAX_FAILURES:
+        may_pass = patient and isinstance(error, UnavailableError | OutcomeUnknownError)
+        if may_pass or len(job.failures) >= MAX_FAILURES:
             raise
         job.failures.append(f"{dead_letters[0].sequence} to {dead_letters[-1].sequence}: {describe(error)}")
 

@@ -13,7 +13,6 @@ from aviso_workers.aviso.positions import day_of, parse_moment
 from aviso_workers.aviso.schema import topic_of
 from aviso_workers.config import display
 from aviso_workers.console import dead_letters, spark_applications
-from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.causes import Causes
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
@@ -62,7 +61,6 @@ class Question(Struct, frozen=True, kw_only=True):
 
     watcher: Watcher
     actions: Actions
-    visitor: Visitor
     path: Mapping[str, str]
     query: Mapping[str, str]
 

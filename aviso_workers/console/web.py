@@ -258,7 +258,6 @@ class _Views:
         return Question(
             watcher=self._watcher,
             actions=self._actions,
-            visitor=_visitor(request),
             path={name: str(value) for name, value in request.path_params.items()},
             query=dict(request.query_params),
         )

@@ -108,10 +108,8 @@ def missing_streams(facts: Facts) -> Iterator[Finding]:
         if not (trace := _trace_of(plan.stream, facts)):
             continue
         found = f"the stream of {configured} does not exist, and {trace}"
-        if plan.stream in recorded:
-            yield Finding(stream=plan.stream, found=found, state=State.WARN, cure=RECORDED)
-        else:
-            yield Finding(stream=plan.stream, found=found)
+        state, cure = (State.WARN, RECORDED) if plan.stream in recorded else (None, "")
+        yield Finding(stream=plan.stream, found=found, state=state, cure=cure)
 
 
 def _trace_of(stream: str, facts: Facts) -> str:
