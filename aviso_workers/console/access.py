@@ -13,6 +13,7 @@ import binascii
 import hashlib
 import hmac
 import re
+from contextlib import suppress
 from typing import get_args
 
 from msgspec import Struct
@@ -118,11 +119,9 @@ def _credentials(header: str) -> tuple[str | None, str]:
     if scheme.lower() == "bearer":
         return None, value.strip()
     if scheme.lower() == "basic":
-        try:
+        with suppress(binascii.Error, UnicodeDecodeError):
             name, _, token = base64.b64decode(value, validate=True).decode().partition(":")
-        except (binascii.Error, UnicodeDecodeError):
-            return "", ""
-        return name, token
+            return name, token
     return "", ""
 
 

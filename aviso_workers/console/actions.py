@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -64,7 +65,8 @@ MAX_SAID = 5
 CHANGED = "Something has changed since you were asked. This is what it would do now."
 
 Form = Mapping[str, str]
-Run = Callable[[ActionResult], Awaitable[None]]
+STATED = ("app", "agent", "timer", "for", "to", "sequence")
+"""The fields that state the plan of an action on an agent or a timer."""
 
 log = structlog.get_logger("aviso_workers.console")
 
@@ -84,10 +86,8 @@ class PlannedAction(Struct, frozen=True):
     """What states the plan: the fields that the confirmed form sends again, and that are recorded."""
     says: tuple[str, ...]
     """What is shown before it is confirmed, in sentences."""
-    run: Run | None = None
-    """Carries it out."""
     job: Callable[[Job], Awaitable[None]] | None = None
-    """Carries it out in the background, if it is a job."""
+    """Carries it out in the background, if it is a job: then `Steps` ends with the plan."""
     letters: Collection[LetterId] = ()
     """The dead letters of a job."""
     created: Mapping[str, datetime | None] = {}
@@ -122,7 +122,9 @@ class PlannedAction(Struct, frozen=True):
         return ""
 
 
-Plans = Callable[..., Awaitable[PlannedAction]]
+Steps = AsyncGenerator[PlannedAction, ActionResult]
+"""An action: it yields its plan. Where it goes on, it was confirmed, and says what has come of it in the result."""
+Begin = Callable[..., Steps]
 """A function that is called with `Actions`, the form and the visitor."""
 
 
@@ -132,7 +134,7 @@ class Action(Struct, frozen=True, kw_only=True):
     name: str
     title: str
     right: Right
-    plan: Plans
+    steps: Begin
 
 
 class Confirmation(Struct, frozen=True, kw_only=True):
@@ -190,20 +192,21 @@ class Actions:
         for job in self._jobs:  # the form was sent twice
             if confirmed == job.confirmed and (not job.ended or not job.left):
                 return f"/jobs/{job.number}"
-        plan = await action.plan(self, form, visitor)
-        refusal = plan.refusal(form) if confirmed == plan.fingerprint else CHANGED if confirmed else ""
-        if refusal or not confirmed:
-            return Confirmation(action=action, plan=plan, form=form, refusal=refusal)
-        if plan.job is not None:
-            return self._begin(action, visitor, plan, form)
-        assert plan.run is not None
-        selection = {**plan.fields, **_given(form, "why")}
-        async with self.audit.recorded(visitor.name, action.name, plan.of, selection) as result:
-            try:
-                await plan.run(result)
-            except BackendError as error:
-                why = f"{describe(error)}. It had begun: look whether all of it, a part or nothing is done"
-                raise BrokenOffError(why) from error
+        async with aclosing(action.steps(self, form, visitor)) as steps:
+            plan = await anext(steps)
+            refusal = plan.refusal(form) if confirmed == plan.fingerprint else CHANGED if confirmed else ""
+            if refusal or not confirmed:
+                return Confirmation(action=action, plan=plan, form=form, refusal=refusal)
+            if plan.job is not None:
+                return self._begin(action, visitor, plan, form)
+            selection = {**plan.fields, **dead_letters.given(form, "why")}
+            async with self.audit.recorded(visitor.name, action.name, plan.of, selection) as result:
+                try:
+                    with suppress(StopAsyncIteration):
+                        await steps.asend(result)
+                except BackendError as error:
+                    why = f"{describe(error)}. It had begun: look whether all of it, a part or nothing is done"
+                    raise BrokenOffError(why) from error
         return plan.back
 
     def _begin(self, action: Action, visitor: Visitor, plan: PlannedAction, form: Form) -> str:
@@ -212,7 +215,7 @@ class Actions:
             title=action.title,
             right=action.right,
             who=visitor.name,
-            selection={**plan.fields, **_given(form, "rate", "why")},
+            selection={**plan.fields, **dead_letters.given(form, "rate", "why")},
             confirmed=plan.fingerprint,
             letters=frozenset(plan.letters),
             total=len(plan.letters),
@@ -246,103 +249,84 @@ ACTIONS: dict[str, Action] = {}
 """By name, as `_action` collects them."""
 
 
-def _action(name: str, title: str, right: Right, **settings: Any) -> Callable[[Plans], Plans]:
-    """Return a decorator that makes an action of the function that plans it; the settings are handed to it."""
+def _action(name: str, title: str, right: Right, **settings: Any) -> Callable[[Begin], Begin]:
+    """Return a decorator that makes an action of its steps; the settings are handed to them."""
 
-    def add(plan: Plans) -> Plans:
-        ACTIONS[name] = Action(name=name, title=title, right=right, plan=partial(plan, **settings))
-        return plan
+    def add(steps: Begin) -> Begin:
+        ACTIONS[name] = Action(name=name, title=title, right=right, steps=partial(steps, **settings))
+        return steps
 
     return add
 
 
 @_action("pause-agent", "Pause an agent", "pause")
-async def _pause_agent(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
-    target, fields = await _agent(actions, form), _given(form, "app", "agent", "for")
-    seconds, how_long = _pause(form)
-
-    async def run(result: ActionResult) -> None:
-        until = await agent_control.pause(
-            actions.admin, target, seconds=seconds, by=f"{visitor.name}, console", note=_why(form)
-        )
-        result.text = f"paused until {end_text(until)}"
-
-    says = f"All workers of {_name(target)} get no notifications {how_long}. What they have begun is finished."
-    return _on_agent(target, fields, run, says)
+async def _pause_agent(actions: Actions, form: Form, visitor: Visitor) -> Steps:
+    agent, (seconds, how_long) = await _agent(actions, form), _pause(form)
+    says = f"All workers of {_name(agent)} get no notifications {how_long}. What they have begun is finished."
+    result = yield _on_agent(agent, form, says)
+    until = await agent_control.pause(actions.admin, agent, seconds=seconds, by=_by(visitor), note=_why(form))
+    result.text = f"paused until {end_text(until)}"
 
 
 @_action("resume-agent", "Resume an agent", "pause")
-async def _resume_agent(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
-    target = await _agent(actions, form)
-
-    async def run(result: ActionResult) -> None:
-        await agent_control.resume(actions.admin, target)
-        result.text = "resumed"
-
-    return _on_agent(target, _given(form, "app", "agent"), run, f"{_name(target)} gets notifications again.")
+async def _resume_agent(actions: Actions, form: Form, _visitor: Visitor) -> Steps:
+    agent = await _agent(actions, form)
+    result = yield _on_agent(agent, form, f"{_name(agent)} gets notifications again.")
+    await agent_control.resume(actions.admin, agent)
+    result.text = "resumed"
 
 
 @_action("reset-agent", "Reset an agent", "reset")
-async def _reset_agent(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
-    target = await _agent(actions, form)
+async def _reset_agent(actions: Actions, form: Form, _visitor: Visitor) -> Steps:
+    agent = await _agent(actions, form)
     to = form.get("to", "").strip()
     if not to:
         raise DeclarationError("say where the agent is to go on: a sequence, a date, all or new")
-    plan = await agent_control.plan_reset(actions.admin, target, parse_position(to, name="to", now=datetime.now(UTC)))
-
-    async def run(result: ActionResult) -> None:
-        left = await agent_control.reset(actions.admin, plan)
-        result.text, result.affected = f"it goes on at {plan.sequence}, with {left} to settle", plan.affected
-
+    plan = await agent_control.plan_reset(actions.admin, agent, parse_position(to, name="to", now=datetime.now(UTC)))
     planned = _on_agent(
-        target,
-        _given(form, "app", "agent", "to"),
-        run,
-        f"{_name(target)} goes on at sequence {plan.sequence} of {target.stream}.",
+        agent,
+        form,
+        f"{_name(agent)} goes on at sequence {plan.sequence} of {agent.stream}.",
         f"{plan.again} notifications that it has been given before would be given again.",
         f"{plan.passed_over} notifications that it would have been given would be passed over.",
         f"{plan.unsettled} that are in its hands now, or wait for their next attempt, would not be tried again.",
     )
     lost = plan.passed_over + plan.unsettled
-    return structs.replace(planned, danger=True, lost=lost if lost >= MANY else 0)
+    result = yield structs.replace(planned, danger=True, lost=lost if lost >= MANY else 0)
+    left = await agent_control.reset(actions.admin, plan)
+    result.text, result.affected = f"it goes on at {plan.sequence}, with {left} to settle", plan.affected
 
 
 @_action("skip-notifications", "Skip notifications", "drop", decides="skip")
 @_action("retry-notifications", "Try notifications again now", "retry", decides="retry")
-async def _decide(actions: Actions, form: Form, visitor: Visitor, *, decides: Decides) -> PlannedAction:
-    target = await _agent(actions, form)
+async def _decide(actions: Actions, form: Form, visitor: Visitor, *, decides: Decides) -> Steps:
+    agent = await _agent(actions, form)
     sequence = dead_letters.whole_number(form.get("sequence", ""))
     if form.get("sequence") and sequence is None:
         raise DeclarationError("sequence: it must be a number")
-    found = await retried.plan(
-        actions.admin, target, () if sequence is None else (sequence,), decides, by=f"{visitor.name}, console"
-    )
+    chosen = () if sequence is None else (sequence,)
+    found = await retried.plan(actions.admin, agent, chosen, decides, by=_by(visitor))
     one, several = DECIDED[decides]
-    does = one if len(found) == 1 else several
     behind = sum(each.behind for each in found)
-
-    async def run(result: ActionResult) -> None:
-        await retried.decide(actions.admin, target, found)
-        answers = await retried.wait(actions.admin, target, found)
-        result.text = "; ".join(f"{each.stream}@{each.sequence}: {each.text}" for each in answers[:MAX_SAID])
-        if (more := len(answers) - MAX_SAID) > 0:
-            carried_out = sum(each.carried_out for each in answers)
-            result.text += f"; and {more} more, of all {carried_out} as decided"
-
     planned = _on_agent(
-        target,
-        _given(form, "app", "agent", "sequence"),
-        run,
-        f"{_named(found)} that {_name(target)} retries {does}.",
+        agent,
+        form,
+        f"{_named(found)} that {_name(agent)} retries {one if len(found) == 1 else several}.",
         f"{counted(behind, 'notification')} wait{'s' * (behind == 1)} behind, by their ordering key"
         + (", and will run without them." if decides == "skip" else "."),
     )
-    return structs.replace(planned, danger=decides == "skip")
+    result = yield structs.replace(planned, danger=decides == "skip")
+    await retried.decide(actions.admin, agent, found)
+    answers = await retried.wait(actions.admin, agent, found)
+    result.text = "; ".join(f"{each.stream}@{each.sequence}: {each.text}" for each in answers[:MAX_SAID])
+    if (more := len(answers) - MAX_SAID) > 0:
+        carried_out = sum(each.carried_out for each in answers)
+        result.text += f"; and {more} more, of all {carried_out} as decided"
 
 
 @_action("drop-dead-letters", "Erase dead letters", "drop", drops=True)
 @_action("retry-dead-letters", "Retry dead letters", "retry", drops=False)
-async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, drops: bool) -> PlannedAction:
+async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, drops: bool) -> Steps:
     last = dead_letters.whole_number(form.get("last", ""))
     if form.get("last") and last is None:
         raise DeclarationError("last: it must be a time in nanoseconds")
@@ -351,8 +335,8 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
     if not chosen.times:
         raise NotFoundError("no dead letter matches: somebody else has retried or dropped them")
     _rate(form)  # refuses one that is none, before anything begins
-    count, them = len(chosen.times), dead_letters.told(chosen, _given(form, *dead_letters.FILTERS))
-    fields = _given(form, *dead_letters.FILTERS)
+    fields, count = dead_letters.given(form, *dead_letters.FILTERS), len(chosen.times)
+    them = dead_letters.told(chosen, fields)
     planned = PlannedAction(
         "dead letters",
         dead_letters.address(fields),
@@ -366,10 +350,12 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
         created=chosen.created,
     )
     if not drops:
-        return structs.replace(planned, warns=tuple(await dead_letters.hindrances(actions.admin, chosen)))
-    return structs.replace(
+        yield structs.replace(planned, warns=tuple(await dead_letters.hindrances(actions.admin, chosen)))
+        return
+    erased = f"{them} erased. Nobody can bring back or retry what is erased."
+    yield structs.replace(
         planned,
-        says=(f"{them} erased. Nobody can bring back or retry what is erased.", *dead_letters.which(chosen), *ERASED),
+        says=(erased, *dead_letters.which(chosen), *ERASED),
         asks=f"Erase {counted(count, 'dead letter')} for good?",
         does=f"Erase {count:,} for good",
         danger=True,
@@ -378,32 +364,27 @@ async def _on_dead_letters(actions: Actions, form: Form, _visitor: Visitor, *, d
 
 
 @_action("stop-job", "Stop a job", "read")
-async def _stop_job(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
+async def _stop_job(actions: Actions, form: Form, visitor: Visitor) -> Steps:
     job = actions.job(dead_letters.whole_number(form.get("number", "")) or 0)
-
-    async def run(result: ActionResult) -> None:
-        job.scope.cancel()
-        result.text = job.came_to
-
     visitor.require(job.right)
     says = f"Job {job.number} ({job.title}) stops. What it has done stays done; the others stay as they are."
-    return PlannedAction(f"job {job.number}", f"/jobs/{job.number}", _given(form, "number"), (says,), run)
+    fields = dead_letters.given(form, "number")
+    result = yield PlannedAction(f"job {job.number}", f"/jobs/{job.number}", fields, (says,))
+    job.scope.cancel()
+    result.text = job.came_to
 
 
 @_action("apply-streams", "Apply the configuration to streams", "apply")
-async def _apply_streams(actions: Actions, _form: Form, _visitor: Visitor) -> PlannedAction:
+async def _apply_streams(actions: Actions, _form: Form, _visitor: Visitor) -> Steps:
     config = actions.config  # what workers have declared is shown, and never applied: anybody's may say so
     plans = [plan for plan in await stream_policy.plans(actions.admin, config) if plan.needed]
     if not plans:
         raise NotFoundError("all streams are as configured, or differ in what cannot be changed")
-
-    async def run(result: ActionResult) -> None:
-        for plan in plans:
-            await stream_policy.carry_out(actions.admin, config, plan, removals=True)
-            result.text = f"{result.text}, {plan.stream}".removeprefix(", ")
-
     fields = {"streams": ", ".join(dict.fromkeys(plan.stream for plan in plans))}
-    return PlannedAction("streams", "/streams", fields, tuple(map(_said, plans)), run)
+    result = yield PlannedAction("streams", "/streams", fields, tuple(map(_said, plans)))
+    for plan in plans:
+        await stream_policy.carry_out(actions.admin, config, plan, removals=True)
+        result.text = f"{result.text}, {plan.stream}".removeprefix(", ")
 
 
 def _said(plan: Plan | ConsumerPlan) -> str:
@@ -417,43 +398,32 @@ def _said(plan: Plan | ConsumerPlan) -> str:
 
 
 @_action("pause-timer", "Pause a timer", "pause")
-async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
-    app, timer = await _timer(actions, form)
-    seconds, how_long = _pause(form)
-
-    async def run(result: ActionResult) -> None:
-        made = await timer_control.pause(
-            actions.admin, app, timer, seconds=seconds, by=f"{visitor.name}, console", note=_why(form)
-        )
-        result.text = f"paused until {end_text(made.until)}"
-
-    return _on_timer(form, run, f"No worker runs the timer {timer} of {app} {how_long}. A tick that runs is finished.")
+async def _pause_timer(actions: Actions, form: Form, visitor: Visitor) -> Steps:
+    (app, timer), (seconds, how_long) = await _timer(actions, form), _pause(form)
+    says = f"No worker runs the timer {timer} of {app} {how_long}. A tick that runs is finished."
+    result = yield _on_timer(form, says)
+    made = await timer_control.pause(actions.admin, app, timer, seconds=seconds, by=_by(visitor), note=_why(form))
+    result.text = f"paused until {end_text(made.until)}"
 
 
 @_action("resume-timer", "Resume a timer", "pause")
-async def _resume_timer(actions: Actions, form: Form, _visitor: Visitor) -> PlannedAction:
+async def _resume_timer(actions: Actions, form: Form, _visitor: Visitor) -> Steps:
     app, timer = await _timer(actions, form)
-
-    async def run(result: ActionResult) -> None:
-        await timer_control.resume(actions.admin, app, timer)
-        result.text = "resumed"
-
     says = f"Workers run the timer {timer} of {app} again. What it missed is treated as if no worker had run."
-    return _on_timer(form, run, says)
+    result = yield _on_timer(form, says)
+    await timer_control.resume(actions.admin, app, timer)
+    result.text = "resumed"
 
 
 @_action("run-timer", "Run a timer now", "run")
-async def _run_timer(actions: Actions, form: Form, visitor: Visitor) -> PlannedAction:
+async def _run_timer(actions: Actions, form: Form, visitor: Visitor) -> Steps:
     app, timer = await _timer(actions, form)
-
-    async def run(result: ActionResult) -> None:
-        await timer_control.ask(actions.admin, app, timer, by=visitor.name)
-        result.text = "asked for"
-
     says = f"A worker runs the timer {timer} of {app} once, within about 5 seconds, also while it is paused."
-    return _on_timer(
-        form, run, says, "If no worker takes it within 60 seconds, none runs it later. Ticks stay as they are."
+    result = yield _on_timer(
+        form, says, "If no worker takes it within 60 seconds, none runs it later. Ticks stay as they are."
     )
+    await timer_control.ask(actions.admin, app, timer, by=visitor.name)
+    result.text = "asked for"
 
 
 def _named(found: Sequence[retried.Asked]) -> str:
@@ -463,13 +433,13 @@ def _named(found: Sequence[retried.Asked]) -> str:
     return f"{counted(len(found), 'notification')} ({names}{more})"
 
 
-def _on_timer(form: Form, run: Run, *says: str) -> PlannedAction:
-    fields = _given(form, "app", "timer", "for")
-    return PlannedAction(f"{fields['app']}/{fields['timer']}", "/timers", fields, says, run)
+def _on_timer(form: Form, *says: str) -> PlannedAction:
+    fields = dead_letters.given(form, *STATED)
+    return PlannedAction(f"{fields['app']}/{fields['timer']}", "/timers", fields, says)
 
 
-def _on_agent(agent: AgentConsumer, fields: Mapping[str, str], run: Run, *says: str) -> PlannedAction:
-    return PlannedAction(_name(agent), f"/agents/{_name(agent)}", fields, says, run)
+def _on_agent(agent: AgentConsumer, form: Form, *says: str) -> PlannedAction:
+    return PlannedAction(_name(agent), f"/agents/{_name(agent)}", dead_letters.given(form, *STATED), says)
 
 
 async def _timer(actions: Actions, form: Form) -> tuple[str, str]:
@@ -482,11 +452,10 @@ async def _timer(actions: Actions, form: Form) -> tuple[str, str]:
 
 
 async def _agent(actions: Actions, form: Form) -> AgentConsumer:
-    check_name("app", form.get("app", ""))
-    check_name("agent", form.get("agent", ""))
-    return await agent_control.find(
-        actions.admin, await actions.known(), form.get("app", ""), form.get("agent", ""), several=True
-    )
+    app, agent = form.get("app", ""), form.get("agent", "")
+    check_name("app", app)
+    check_name("agent", agent)
+    return await agent_control.find(actions.admin, await actions.known(), app, agent, several=True)
 
 
 def _why(form: Form) -> str:
@@ -494,12 +463,12 @@ def _why(form: Form) -> str:
     return form.get("why", "").strip()
 
 
+def _by(visitor: Visitor) -> str:
+    return f"{visitor.name}, console"
+
+
 def _name(agent: AgentConsumer) -> str:
     return f"{agent.app}/{agent.agent}"
-
-
-def _given(form: Form, *names: str) -> dict[str, str]:
-    return {name: form[name].strip() for name in names if form.get(name, "").strip()}
 
 
 def _pause(form: Form) -> tuple[float | None, str]:

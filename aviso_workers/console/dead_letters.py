@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import anyio
@@ -106,7 +107,8 @@ async def _listed(admin: Admin, fields: Mapping[str, str], config: Config, yeste
             found.of_day += dead_letter.time >= yesterday
             found.last = max(found.last, dead_letter.stored.timestamp_ns)
             causes.add(dead_letter)
-            found.newest.append(_without_body(dead_letter))
+            bare = structs.replace(dead_letter.original, data=b"")
+            found.newest.append(structs.replace(dead_letter, original=bare, stored=bare))
             if len(found.newest) >= 2 * MOST_LISTED:
                 found.newest = _newest(found.newest)
     found.newest = _newest(found.newest)
@@ -117,11 +119,6 @@ async def _listed(admin: Admin, fields: Mapping[str, str], config: Config, yeste
 
 def _newest(dead_letters: list[DeadLetter]) -> list[DeadLetter]:
     return sorted(dead_letters, key=lambda each: each.time, reverse=True)[:MOST_LISTED]
-
-
-def _without_body(dead_letter: DeadLetter) -> DeadLetter:
-    bare = structs.replace(dead_letter.original, data=b"")
-    return structs.replace(dead_letter, original=bare, stored=bare)
 
 
 async def get(admin: Admin, app: str, sequence: int) -> DeadLetter:
@@ -318,9 +315,8 @@ async def _act_on(
     try:
         await do(*dead_letters, note=job.note)
     except BackendError as error:
-        if patient and isinstance(error, UnavailableError | OutcomeUnknownError):
-            raise
-        if len(job.failures) >= MAX_FAILURES:
+        may_pass = patient and isinstance(error, UnavailableError | OutcomeUnknownError)
+        if may_pass or len(job.failures) >= MAX_FAILURES:
             raise
         job.failures.append(f"{dead_letters[0].sequence} to {dead_letters[-1].sequence}: {describe(error)}")
 
@@ -344,29 +340,20 @@ def _matcher(fields: Mapping[str, str], config: Config) -> Callable[[str], objec
     return matcher(aviso_admin.filters_of(config, asked)) if asked else bool
 
 
+def given(fields: Mapping[str, str], *names: str) -> dict[str, str]:
+    """Return those of the fields that are filled in."""
+    return {name: text for name in names if (text := fields.get(name, "").strip())}
+
+
 def _selection(fields: Mapping[str, str]) -> Selection:
-    given = {name: fields[name].strip() for name in FILTERS if fields.get(name, "").strip()}
-    since, until = (
-        parse_moment(given[name], name=name, now=datetime.now(UTC)) if name in given else None
-        for name in ("since", "until")
-    )
-    return Selection(
-        sequences=frozenset({_sequence(given["sequence"])}) if "sequence" in given else frozenset(),
-        app=given.get("app"),
-        agent=given.get("agent"),
-        reason=given.get("reason"),
-        stream=given.get("stream"),
-        error=given.get("error"),
-        line=given.get("line"),
-        since=since,
-        until=until,
-    )
-
-
-def _sequence(text: str) -> int:
-    if (sequence := whole_number(text)) is None:
-        raise InvalidPositionError(f"sequence: {text!r} is not the number of a dead letter")
-    return sequence
+    wanted: dict[str, Any] = {**given(fields, "app", "agent", "reason", "stream", "error", "line")}
+    for name, text in given(fields, "since", "until").items():
+        wanted[name] = parse_moment(text, name=name, now=datetime.now(UTC))
+    for text in given(fields, "sequence").values():
+        if (sequence := whole_number(text)) is None:
+            raise InvalidPositionError(f"sequence: {text!r} is not the number of a dead letter")
+        wanted["sequences"] = frozenset({sequence})
+    return Selection(**wanted)
 
 
 def whole_number(text: str) -> int | None:

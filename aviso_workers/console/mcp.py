@@ -166,11 +166,11 @@ def _plain(value: Any, payloads: bool) -> Any:
 
 def _listed(view: AgentView) -> dict[str, Any]:
     """Return what lists show of an agent. What its state is judged from has thousands of characters."""
-    row, is_counted = view.health.row, view.progress.is_counted
+    row, is_counted = view.row, view.facts.is_counted
     return {
         **structs.asdict(row),
         **{name: getattr(view, name) for name in COUNTS if is_counted},
-        "lag": view.progress.lag if is_counted else None,
+        "lag": view.facts.lag if is_counted else None,
         "why": row.why[:MAX_WHY],
         "also": "; ".join(row.also)[:MAX_WHY],
         "workers": len(view.workers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 
 import anyio
@@ -43,20 +43,11 @@ COUNTED_SECONDS, COUNTED_AT_ONCE = 60.0, 10
 log = structlog.get_logger("aviso_workers.console")
 
 
-class AgentView(Struct, frozen=True, kw_only=True):
-    """An agent on one event stream."""
+class AgentView(AgentHealth, frozen=True, kw_only=True):
+    """An agent on one event stream, and how it is."""
 
-    health: AgentHealth
     dead_letters_of_a_day: int | None
     """Of its dead letters, those of the last 24 hours; None where they are not counted yet."""
-
-    @property
-    def progress(self) -> AgentFacts:
-        return self.health.facts
-
-    @property
-    def judgement(self) -> Judgement:
-        return self.health.judgement
 
     @property
     def state(self) -> str:
@@ -68,21 +59,17 @@ class AgentView(Struct, frozen=True, kw_only=True):
         return "; ".join(filter(None, (self.judgement.why, *self.judgement.also)))
 
     @property
-    def lag_rate(self) -> float:
-        return self.health.lag_rate or 0.0
-
-    @property
     def handled_rate(self) -> float:
         """Notifications delivered in a second."""
-        before = self.progress.before
-        if before is None or not self.health.seconds:
+        before = self.facts.before
+        if before is None or not self.seconds:
             return 0.0
-        return max(0.0, (self.progress.deliveries - before.deliveries) / self.health.seconds)
+        return max(0.0, (self.facts.deliveries - before.deliveries) / self.seconds)
 
     @property
     def workers(self) -> list[tuple[WorkerRecord, AtWork]]:
         """Those that live, as far as they have recorded themselves, and what each handles of it."""
-        return [(structs.replace(worker, agents={}), at_work) for worker, at_work in self.progress.at_work]
+        return [(structs.replace(worker, agents={}), at_work) for worker, at_work in self.facts.at_work]
 
     @property
     def at_once(self) -> int:
@@ -95,26 +82,26 @@ class AgentView(Struct, frozen=True, kw_only=True):
         recorded, how many are delivered and not settled.
         """
         said = (at_work.in_flight for _, at_work in self.workers)
-        return min(sum(said), self.progress.ack_pending) if self.workers else self.progress.ack_pending
+        return min(sum(said), self.facts.ack_pending) if self.workers else self.facts.ack_pending
 
     @property
     def retrying(self) -> int:
         """How many wait to be tried again: the server knows those that it has delivered again, and workers record the
         next ones.
         """
-        return max(self.progress.redelivered, len(self.progress.retrying))
+        return max(self.facts.redelivered, len(self.facts.retrying))
 
     @property
     def catches_up_seconds(self) -> float | None:
         """After how long the lag is gone at the present rate; None where it does not shrink."""
-        lag = self.progress.lag
-        return lag / -self.lag_rate if lag and self.lag_rate < 0 else None
+        lag, rate = self.facts.lag, self.lag_rate or 0.0
+        return lag / -rate if lag and rate < 0 else None
 
     @property
     def unfinished_since(self) -> datetime | None:
         """Since when the oldest delivered notification is not finished, as far as workers have recorded it."""
-        record = self.progress.record
-        return record.unfinished_since if isinstance(record, ConsumerRecord) and self.progress.lag else None
+        record = self.facts.record
+        return record.unfinished_since if isinstance(record, ConsumerRecord) and self.facts.lag else None
 
 
 class Overview(Struct, frozen=True, kw_only=True):
@@ -238,13 +225,8 @@ class Watcher:
             seconds=snapshot.at - before.snapshot.at if before else 0.0,
             config=config,
             agents=[
-                AgentView(
-                    health=each,
-                    dead_letters_of_a_day=(
-                        0 if each.facts.dead_letters == 0 else of_a_day.get((each.facts.app, each.facts.agent))
-                    ),
-                )
-                for each in found
+                AgentView(**structs.asdict(each), dead_letters_of_a_day=count)
+                for each, count in zip(found, of_a_day, strict=True)
             ],
             failing=agent_report.failing(recorded),
             workers_in_trouble=agent_report.workers_in_trouble(snapshot),
@@ -268,12 +250,10 @@ class Watcher:
         of_day = await asked(snapshot.denied, "dead letters", counts, None)
         return None if of_day is None else sum(of_day.values())
 
-    async def _dead_letters_of_a_day(
-        self, snapshot: ServerSnapshot, progress: Iterable[AgentFacts]
-    ) -> dict[tuple[str, str], int]:
-        """Return the dead letters of the last 24 hours, by app and agent. A few agents at a time are counted anew."""
+    async def _dead_letters_of_a_day(self, snapshot: ServerSnapshot, agents: Sequence[AgentFacts]) -> list[int | None]:
+        """Return the dead letters of each agent of the last 24 hours. A few agents at a time are counted anew."""
         time = anyio.current_time()
-        totals = {(each.app, each.agent): each.dead_letters for each in progress if each.dead_letters}
+        totals = {(each.app, each.agent): each.dead_letters for each in agents if each.dead_letters}
         known = {key: self._of_a_day.get(key, (0, -math.inf, 0)) for key in totals}
         due = [key for key, total in totals.items() if known[key][0] != total or time - known[key][1] > COUNTED_SECONDS]
         with noted(snapshot.denied, "dead letters"):
@@ -283,7 +263,8 @@ class Watcher:
                 since = found.time - timedelta(days=1)
                 known[key] = (totals[key], time, await agent_inventory.dead_letters_since(self._admin, *key, since))
         self._of_a_day = known
-        return {key: count for key, (total, _, count) in known.items() if total}
+        counted = {key: count for key, (total, _, count) in known.items() if total}
+        return [each.dead_letters and counted.get((each.app, each.agent)) for each in agents]
 
 
 def _deliveries(facts: Iterable[AgentFacts]) -> dict[tuple[str, str], int]:

@@ -13,7 +13,6 @@ from aviso_workers.aviso.positions import day_of, parse_moment
 from aviso_workers.aviso.schema import topic_of
 from aviso_workers.config import display
 from aviso_workers.console import dead_letters, spark_applications
-from aviso_workers.console.access import Visitor
 from aviso_workers.console.actions import Actions
 from aviso_workers.console.causes import Causes
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
@@ -62,47 +61,44 @@ class Question(Struct, frozen=True, kw_only=True):
 
     watcher: Watcher
     actions: Actions
-    visitor: Visitor
     path: Mapping[str, str]
     query: Mapping[str, str]
-
-    @property
-    def live(self) -> str:
-        return self.query.get("live", "")
 
     def asked(self, name: str) -> str:
         """Return a filter of the address; empty where it is not given."""
         return self.query.get(name, "").strip()
 
-    async def overview(self) -> Overview:
-        return await self.watcher.newest()
+
+def _of_now(question: Question, overview: Overview, *parts: str) -> dict[str, Any]:
+    """Return what each page shows that is made of an overview; `parts` are what the server may deny of it."""
+    return {
+        "overview": overview,
+        "stale": stale_text(overview, question.watcher),
+        "denied": overview.snapshot.denied.text(*parts),
+    }
 
 
 async def now(question: Question) -> Page:
     """What needs somebody, and why."""
     try:
-        overview = await question.overview()
+        overview = await question.watcher.newest()
     except BackendError as error:
         return Page("now.html", "Now", {"overview": None, "down": str(error), "stale": ""}, live=True, status=503)
-    denied = overview.snapshot.denied.text()
     troubled = sorted((view for view in overview.agents if view.judgement.is_trouble), key=_by_state)
     streams = [(row.stream, why) for row in overview.streams if (why := row.trouble or _refuses(overview, row))]
-    stale = stale_text(overview, question.watcher)
     sentence, tone = _sentence(overview, troubled, len(streams))
-    of_day = {(view.progress.app, view.progress.agent): view.dead_letters_of_a_day or 0 for view in overview.agents}
+    of_day = {(view.facts.app, view.facts.agent): view.dead_letters_of_a_day or 0 for view in overview.agents}
     most = sorted(((count, of) for of, count in of_day.items() if count), reverse=True)[:MOST_CAUSES]
     values = {
-        "overview": overview,
+        **_of_now(question, overview),
         "down": "",
-        "stale": stale,
-        "denied": denied,
         "troubled": troubled,
         "paused": [view for view in overview.agents if view.state == "paused"],
         "streams": streams,
         "sentence": sentence,
         "tone": tone,
         "causes": ", ".join(f"{count:,} of {app}/{agent}" for count, (app, agent) in most),
-        "lag": sum(view.progress.lag for view in overview.agents),
+        "lag": sum(view.facts.lag for view in overview.agents),
         "rate": sum(view.handled_rate for view in overview.agents),
         "workers": overview.workers_known,
         "lost": len([row for row in overview.workers_in_trouble if row.state == "lost"]),
@@ -164,15 +160,15 @@ def _rank(state: str) -> int:
 
 
 def _by_state(view: AgentView) -> tuple[bool, int, int]:
-    return not view.judgement.needs, _rank(view.state), -view.progress.lag
+    return not view.judgement.needs, _rank(view.state), -view.facts.lag
 
 
 ORDERS: dict[str, Callable[[AgentView], Any]] = {
     "state": _by_state,
-    "agent": lambda view: (view.progress.app, view.progress.agent),
-    "lag": lambda view: -view.progress.lag,
+    "agent": lambda view: (view.facts.app, view.facts.agent),
+    "lag": lambda view: -view.facts.lag,
     "rate": lambda view: -view.handled_rate,
-    "dead letters": lambda view: -(view.progress.dead_letters or 0),
+    "dead letters": lambda view: -(view.facts.dead_letters or 0),
 }
 
 
@@ -188,37 +184,35 @@ SHOWN: dict[str, tuple[str, Callable[[AgentView], bool]]] = {
 
 async def agents(question: Question) -> Page:
     """All agents, with filters and orders that stand in the address."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     text, state, app = (question.asked(name) for name in ("q", "state", "app"))
     order = question.asked("order") or "state"
     found = [
         view
         for view in overview.agents
-        if (not text or text.lower() in f"{view.progress.app}/{view.progress.agent} {view.progress.stream}".lower())
+        if (not text or text.lower() in f"{view.facts.app}/{view.facts.agent} {view.facts.stream}".lower())
         and state in ("", view.state)
-        and app in ("", view.progress.app)
+        and app in ("", view.facts.app)
     ]
     kinds = {name: [view for view in found if belongs(view)] for name, (_, belongs) in SHOWN.items()}
     values = {
-        "overview": overview,
-        "stale": stale_text(overview, question.watcher),
-        "denied": overview.snapshot.denied.text(),
+        **_of_now(question, overview),
         "agents": sorted(kinds.get(question.asked("show"), found), key=ORDERS.get(order, _by_state)),
         "chips": [(name, label, len(kinds[name])) for name, (label, _) in SHOWN.items()],
         "failing": [row for row in overview.failing if app in ("", row.app)] if not text and not state else [],
         "order": order,
         "orders": list(ORDERS),
         "states": sorted({view.state for view in overview.agents} | ({state} if state else set()), key=_rank),
-        "apps": sorted({view.progress.app for view in overview.agents} | ({app} if app else set())),
+        "apps": sorted({view.facts.app for view in overview.agents} | ({app} if app else set())),
     }
     return Page("agents.html", "Agents", values, live=True)
 
 
 async def agent(question: Question) -> Page:
     """One agent: its policy, what is tried again and why, which keys wait."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     app, name = question.path["app"], question.path["agent"]
-    views = [view for view in overview.agents if (view.progress.app, view.progress.agent) == (app, name)]
+    views = [view for view in overview.agents if (view.facts.app, view.facts.agent) == (app, name)]
     if not views and (said := overview.snapshot.denied.text()):
         return Page("error.html", f"{app}/{name}", {"text": said})
     if not views:
@@ -226,9 +220,7 @@ async def agent(question: Question) -> Page:
     declared = overview.snapshot.recorded.apps.get(app)
     newest = await asked(denied := Denials(), "actions", question.actions.audit.newest(SHOWN_ACTIONS), [], away=True)
     values = {
-        "overview": overview,
-        "stale": stale_text(overview, question.watcher),
-        "denied": overview.snapshot.denied.text(),
+        **_of_now(question, overview),
         "denied_actions": denied.text(),
         "app": app,
         "agent": name,
@@ -240,10 +232,10 @@ async def agent(question: Question) -> Page:
             for view in views
             for worker, at_work in view.workers
         ],
-        "consumers": [(view.progress.stream, view.progress.consumer, view.why) for view in views],
-        "asked": any(view.progress.consumer and view.progress.consumer.num_waiting for view in views),
+        "consumers": [(view.facts.stream, view.facts.consumer, view.why) for view in views],
+        "asked": any(view.facts.consumer and view.facts.consumer.num_waiting for view in views),
         "deploys": overview.snapshot.recorded.deploys.get(app, ()),
-        "retrying": [each for view in views for each in view.progress.retrying],
+        "retrying": [each for view in views for each in view.facts.retrying],
         "versions": [
             (key[2], each)
             for key, registered in overview.snapshot.recorded.versions.items()
@@ -257,9 +249,9 @@ async def agent(question: Question) -> Page:
 
 async def all_dead_letters(question: Question) -> Page:
     """The dead letters that a filter selects: by cause, and the newest of them."""
-    overview, actions = await question.overview(), question.actions
+    overview, actions = await question.watcher.newest(), question.actions
     found = await actions.dead_letters.of(question.query, overview.config, now=overview.time)
-    filters = {name: text for name in dead_letters.FILTERS if (text := question.asked(name))}
+    filters = dead_letters.given(question.query, *dead_letters.FILTERS)
     newest, causes = part_of(found.newest, question.asked("page"), dead_letters.SHOWN), Causes(overview.config)
     rows = structs.replace(newest, rows=[(each, causes.identifier(each)) for each in newest.rows])
     jobs = actions.jobs[:SHOWN_JOBS]
@@ -305,10 +297,9 @@ async def notification(question: Question) -> Page:
     """One notification and what has become of it at each agent, or the newest ones with values of an identifier."""
     name, told, found, overview = question.asked("name"), None, None, None
     if name:
-        admin, overview = question.actions.admin, await question.overview()
+        admin, overview = question.actions.admin, await question.watcher.newest()
         if "@" in name.split()[0]:
-            agents = [each.health for each in overview.agents]
-            told = await story.of(admin, overview.config, name, agents, overview.snapshot)
+            told = await story.of(admin, overview.config, name, overview.agents, overview.snapshot)
         else:
             found = await aviso_admin.search(admin, overview.config, name)
     values = {"story": told, "found": found, "now": overview.time if overview else None}
@@ -332,7 +323,7 @@ class _TimerRow(Struct, frozen=True, kw_only=True):
 
 async def timers(question: Question) -> Page:
     """The timers that the workers of all apps have recorded."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     admin = question.actions.admin
     rows = []
     for app, declared in sorted(overview.snapshot.recorded.apps.items()):
@@ -364,18 +355,13 @@ async def timers(question: Question) -> Page:
                     denied=denied.text(),
                 )
             )
-    values = {
-        "overview": overview,
-        "timers": rows,
-        "stale": stale_text(overview, question.watcher),
-        "denied": overview.snapshot.denied.text("records"),
-    }
+    values = {**_of_now(question, overview, "records"), "timers": rows}
     return Page("timers.html", "Timers", values, live=True)
 
 
 async def streams(question: Question) -> Page:
     """All streams of the account."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     everything = question.asked("all") == "yes"
     shown = [row for row in overview.streams if everything or not row.stream.startswith("KV_")]
     known = bool(overview.streams) or not overview.snapshot.denied.subjects("streams")
@@ -384,28 +370,26 @@ async def streams(question: Question) -> Page:
         for config in (question.actions.config, overview.config)
     )
     values = {
-        "overview": overview,
+        **_of_now(question, overview, "streams", "consumers"),
         "streams": shown,
-        "denied": overview.snapshot.denied.text("streams", "consumers"),
         "left_out": len(overview.streams) - len(shown),
         "differing": differing,
         "declared": {name: texts for name, texts in declared.items() if name not in differing},
         "unavailable": overview.snapshot.unavailable,
-        "stale": stale_text(overview, question.watcher),
     }
     return Page("streams.html", "Streams", values, live=True)
 
 
 async def spark(question: Question) -> Page:
     """The Spark applications that notifications tell of."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     runs, stream = await spark_applications.newest(question.actions.admin, overview.config)
     return Page("spark.html", "Spark", {"runs": runs, "stream": stream, "overview": overview})
 
 
 async def apps(question: Question) -> Page:
     """What the apps have declared when a worker of them started last."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     values = {
         "apps": sorted(overview.snapshot.recorded.apps.items()),
         "overview": overview,
@@ -416,7 +400,7 @@ async def apps(question: Question) -> Page:
 
 async def app(question: Question) -> Page:
     """What an app has declared."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     name, admin, schema = question.path["app"], question.actions.admin, overview.config.notification_schema
     if (declared := overview.snapshot.recorded.apps.get(name)) is None:
         if said := overview.snapshot.denied.text("records"):
@@ -447,7 +431,7 @@ async def app(question: Question) -> Page:
 
 async def doctor(question: Question) -> Page:
     """The results of the doctor's checks."""
-    overview = await question.overview()
+    overview = await question.watcher.newest()
     scope = doctor_.Scope(seconds=DOCTOR_SECONDS)
     report = await question.actions.examined(overview.config, scope)
     return Page("doctor.html", "Doctor", {"report": report, "State": doctor_.State, "skipped": output.skipped(report)})

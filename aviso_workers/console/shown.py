@@ -18,7 +18,6 @@ from msgspec import Struct
 from rich.filesize import decimal
 
 from aviso_workers.aviso.literals import body_text, printable, time_text
-from aviso_workers.console.history import sparkline, spoken
 from aviso_workers.ops.health import Judgement
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
@@ -110,16 +109,15 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / HOUR:.1f} h" if seconds < 2 * DAY else f"{seconds / DAY:.0f} d"
 
 
+size = decimal
+
+
 def number(value: int | None) -> str:
     return f"{value:,}" if value is not None else "–"
 
 
 def rate(value: float) -> str:
     return f"{value:,.1f}" if value >= SLOWEST else "0"
-
-
-def size(value: int) -> str:
-    return decimal(value)
 
 
 def part(value: float | None) -> str:
@@ -209,27 +207,3 @@ def part_of(rows: Sequence[Any], page: str, size: int = PAGE_ROWS) -> Part:
     number = min(pages, max(1, int(page) if page.isdecimal() and len(page) < 9 else 1))
     begin = (number - 1) * size
     return Part(rows[begin : begin + size], number, pages, len(rows), begin + 1)
-
-
-FILTERS = {
-    "ago": ago,
-    "when": when,
-    "lasting": lasting,
-    "clock": clock,
-    "tone": tone,
-    "duration": duration,
-    "number": number,
-    "rate": rate,
-    "size": size,
-    "part": part,
-    "part_of": part_of,
-    "body": body,
-    "commands": commands,
-    "capital": capital,
-    "told": told,
-    "did": did,
-    "pairs": pairs,
-    "first_of_each": first_of_each,
-    "sparkline": sparkline,
-    "spoken": spoken,
-}

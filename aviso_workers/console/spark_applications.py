@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import aclosing, suppress
 from datetime import datetime
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-from aviso_workers.aviso.codec import NotificationReader, store_time
+from aviso_workers.aviso.codec import Message, NotificationReader, store_time
+from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.errors import AvisoWorkersError
@@ -30,9 +33,9 @@ class SparkRun(Struct, kw_only=True):
     """When the newest notification of it was stored."""
     state: str = "running"
     """`running`, `lost`, or how it has ended."""
-    begun: dict[str, int] = {}
+    begun: Counter[str] = field(default_factory=Counter)
     """How many jobs, stages and so on have begun, by kind."""
-    failed: dict[str, int] = {}
+    failed: Counter[str] = field(default_factory=Counter)
     """How many of them have failed."""
     notifications: int = 0
     first: int = 0
@@ -60,36 +63,23 @@ async def newest(admin: Admin, config: Config) -> tuple[list[SparkRun], str]:
         async for message in reading:
             with suppress(AvisoWorkersError):  # one that cannot be read is the dead letter of whoever reads it
                 if (found := reader.notification(message)) is not None:
-                    payload = found.payload if isinstance(found.payload, dict) else {}
-                    _add(runs, dict(found.identifier), payload, store_time(message), message.sequence)
+                    _add(runs, found, message)
     return sorted(runs.values(), key=lambda run: -run.last), stream
 
 
-def _add(
-    runs: dict[tuple[str, str], SparkRun],
-    identifier: dict[str, str],
-    payload: dict[str, object],
-    time: datetime,
-    sequence: int,
-) -> None:
-    cluster, application, kind, event = (identifier[field] for field in FIELDS)
-    run = runs.get((cluster, application))
-    if run is None:
-        run = SparkRun(cluster=cluster, application=application, heard=time, first=sequence, last=sequence)
-        runs[cluster, application] = run
+def _add(runs: dict[tuple[str, str], SparkRun], found: Notification[Any], message: Message) -> None:
+    payload = found.payload if isinstance(found.payload, dict) else {}
+    status, time, sequence = str(payload.get("status", "")), store_time(message), message.sequence
+    cluster, application, kind, event = (found.identifier[field] for field in FIELDS)
+    new = SparkRun(cluster=cluster, application=application, heard=time, first=sequence, last=sequence)
+    run = runs.setdefault((cluster, application), new)
     run.heard, run.last = time, sequence
     run.notifications += 1
-    status = str(payload.get("status", ""))
     if kind == "application":
-        _add_own(run, event, status, payload, time)
+        if event == "start":
+            run.name, run.began = str(payload.get("name", "")), time
+        run.state = {"start": "running", "resumed": "running", "lost": "lost"}.get(event, status or "ended")
     elif event == "start":
-        run.begun[kind] = run.begun.get(kind, 0) + 1
+        run.begun[kind] += 1
     elif event == "end" and status == "failed":
-        run.failed[kind] = run.failed.get(kind, 0) + 1
-
-
-def _add_own(run: SparkRun, event: str, status: str, payload: dict[str, object], time: datetime) -> None:
-    """Take an event of the application itself."""
-    if event == "start":
-        run.name, run.began = str(payload.get("name", "")), time
-    run.state = {"start": "running", "resumed": "running", "lost": "lost"}.get(event, status or "ended")
+        run.failed[kind] += 1

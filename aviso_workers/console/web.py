@@ -7,6 +7,7 @@ again on the server after each snapshot and sent as an event stream (HTML, "Serv
 
 from __future__ import annotations
 
+import inspect
 import re
 import secrets
 from collections import Counter
@@ -36,12 +37,11 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aviso_workers.aviso.literals import printable_lines
-from aviso_workers.console import mcp
+from aviso_workers.console import history, mcp, shown
 from aviso_workers.console.access import Access, ForbiddenError, Visitor
 from aviso_workers.console.actions import ACTIONS, Actions, BrokenOffError, Confirmation
 from aviso_workers.console.overview import Watcher
 from aviso_workers.console.pages import PAGES, Page, Question
-from aviso_workers.console.shown import FILTERS
 from aviso_workers.errors import AvisoWorkersError, BackendError, DeniedError, NotFoundError, UnavailableError, describe
 from aviso_workers.ops import denials
 from aviso_workers.telemetry.failed_logins import FailedLogins
@@ -203,7 +203,8 @@ class _Views:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.filters.update(FILTERS)
+        for module in (shown, history):
+            self._templates.filters.update(inspect.getmembers(module, inspect.isfunction))
         self._templates.globals["version"] = __version__
 
     def of_page(self, make: Callable[[Question], Awaitable[Page]]) -> Callable[[Request], Awaitable[Response]]:
@@ -212,7 +213,7 @@ class _Views:
             page = await _in_time(make(question))
             if not page.template:
                 return JSONResponse(page.values, headers={"content-disposition": f"attachment; filename={page.title}"})
-            if question.live == "stream" and page.live and request.method == "GET":
+            if question.asked(LIVE) == "stream" and page.live and request.method == "GET":
                 return self._stream(request, page, lambda: make(question))
             answered = HTMLResponse(self._whole(request, page), page.status)
             if TIMES in request.query_params:
@@ -257,7 +258,6 @@ class _Views:
         return Question(
             watcher=self._watcher,
             actions=self._actions,
-            visitor=_visitor(request),
             path={name: str(value) for name, value in request.path_params.items()},
             query=dict(request.query_params),
         )

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
+from aviso_workers.aviso.codec import read_json
 from aviso_workers.errors import ConflictError, InvalidKeyError, UndecodableError
 
 T = TypeVar("T")
@@ -58,6 +59,16 @@ class Entry(Struct, frozen=True, kw_only=True):
             return float(text)
         parts = re.findall(r"(\d{1,19}(?:\.\d{1,9})?)(ms|s|m|h)", text)
         return sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts) or None
+
+
+def record_of(entry: Entry | None, kind: type[T]) -> T | None:
+    """Return the record that an entry stores as JSON; None where there is none, or it is of a version that writes
+    another one, or none of ours.
+    """
+    try:
+        return read_json(entry.value, kind) if entry is not None and not entry.deleted else None
+    except UndecodableError:
+        return None
 
 
 class KeyValue(Protocol):

@@ -7,6 +7,7 @@ has no end.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from typing import Literal
@@ -207,12 +208,10 @@ def agent_of(subject: str) -> tuple[str, str]:
 
 def erasures(by: str, dead_letters: Sequence[DeadLetter]) -> Iterator[Message]:
     """Yield the messages that record that somebody erases dead letters, one for each agent."""
-    for app, agent in sorted({(each.app, each.agent) for each in dead_letters}):
-        letters = [
-            (each.sequence, each.stream, each.original.sequence)
-            for each in dead_letters
-            if (each.app, each.agent) == (app, agent)
-        ]
+    by_agent = defaultdict[tuple[str, str], list[tuple[int, str, int]]](list)
+    for each in dead_letters:
+        by_agent[each.app, each.agent].append((each.sequence, each.stream, each.original.sequence))
+    for (app, agent), letters in sorted(by_agent.items()):
         data = msgspec.json.encode(ErasedLetters(by=by, letters=tuple(letters)))
         yield Message(subject=erasures_of(app, agent), data=data)
 

@@ -23,21 +23,14 @@ from itertools import chain
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from aviso_workers import clocks
-from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Admin, Backend, BulkKeyValue, ConsumerInfo
 from aviso_workers.backends.buckets import open_existing
-from aviso_workers.errors import (
-    BackendError,
-    DeniedError,
-    NotFoundError,
-    UndecodableError,
-    UnreadableStreamError,
-)
+from aviso_workers.errors import BackendError, DeniedError, NotFoundError, UnreadableStreamError
 from aviso_workers.jetstream.fields import Number, Seconds, Time
-from aviso_workers.jetstream.key_value import Entry, KeyValue
+from aviso_workers.jetstream.key_value import Entry, KeyValue, record_of
 from aviso_workers.jetstream.metadata import MAX_NOTED, FilterSubject
 from aviso_workers.state import bucket_names
 from aviso_workers.task_groups import asked_of_each
@@ -118,7 +111,7 @@ async def stored(admin: Admin) -> dict[tuple[str, str, str], ConsumerRecord]:
 
 def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], ConsumerRecord]:
     """Return the records among the entries of the bucket, by app, agent and stream."""
-    found = [(each.key.split("/"), _read(each.value)) for each in entries]
+    found = [(each.key.split("/"), record_of(each, ConsumerRecord)) for each in entries]
     return {(key[0], key[1], key[2]): record for key, record in found if record and len(key) == 3}
 
 
@@ -171,15 +164,9 @@ async def alive(backend: Backend, *, app: str, agent: str, stream: str) -> Consu
 
 async def mark_removed(backend: Backend, *, app: str, agent: str, stream: str, consumer: ConsumerInfo) -> None:
     """Record that an operator has removed the consumer, and how far it had come. Raises `BackendError`."""
-    info = await backend.stream_info(stream)
-    record = ConsumerRecord(
-        stream_created=info.created or info.time,
-        ack_floor=consumer.settled,
-        filter_subjects=tuple(consumer.config.filters),
-        time=info.time,
-        removed=True,
-    )
-    await (await bucket(backend, app)).put(key_of(app, agent, stream), msgspec.json.encode(record))
+    record = await _of_now(backend, stream, consumer.settled, consumer.config.filters)
+    removed = msgspec.json.encode(structs.replace(record, removed=True))
+    await (await bucket(backend, app)).put(key_of(app, agent, stream), removed)
 
 
 async def remove(backend: Backend, *, app: str, agent: str, stream: str) -> None:
@@ -225,14 +212,18 @@ async def move(
     kept = await _existing(backend, app)
     if kept is None:
         return
+    moved = await _of_now(backend, stream, ack_floor, filter_subjects)
+    await kept.put(key_of(app, agent, stream), msgspec.json.encode(moved))
+
+
+async def _of_now(backend: Backend, stream: str, ack_floor: int, filter_subjects: Iterable[str]) -> ConsumerRecord:
     info = await backend.stream_info(stream)
-    moved = ConsumerRecord(
+    return ConsumerRecord(
         stream_created=info.created or info.time,
         ack_floor=ack_floor,
         filter_subjects=tuple(filter_subjects),
         time=info.time,
     )
-    await kept.put(key_of(app, agent, stream), msgspec.json.encode(moved))
 
 
 async def _existing(backend: Backend, app: str, kind: KeptBy = "state") -> BulkKeyValue | None:
@@ -245,8 +236,7 @@ def _app_of(key: str) -> str:
 
 async def read(backend: Backend, key: str) -> ConsumerRecord | None:
     """Return the record of this key; None where there is none."""
-    found = await entry(backend, key)
-    return _read(found.value) if found else None
+    return record_of(await entry(backend, key), ConsumerRecord)
 
 
 def versions_key(app: str, agent: str, stream: str) -> str:
@@ -260,10 +250,3 @@ def note_key(app: str, kind: str, name: str, note: str) -> str:
 
 def key_of(app: str, agent: str, stream: str) -> str:
     return f"{app}/{agent}/{stream}"
-
-
-def _read(value: bytes) -> ConsumerRecord | None:
-    try:
-        return read_json(value, ConsumerRecord)
-    except UndecodableError:
-        return None  # of a version that writes another one, or not ours

@@ -15,7 +15,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
@@ -33,11 +33,10 @@ from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.fields import Time
-from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.jetstream.key_value import Entry, record_of
 from aviso_workers.state import code_versions, consumer_records
 from aviso_workers.version import __version__
 
-T = TypeVar("T")
 END, DEPLOYS = "declared", "deploys"
 MAX_DEPLOYS, MAX_CHANGES = 10, 20
 """How many are kept, and how many changes of one are told."""
@@ -107,7 +106,7 @@ async def record(
         },
     )
     with suppress(BackendError):
-        known = _read(await consumer_records.entry(backend, _key(app)), AppDeclarations)
+        known = record_of(await consumer_records.entry(backend, _key(app)), AppDeclarations)
         if known is None or structs.replace(found, time=known.time) != known:
             bucket = await consumer_records.bucket(backend, app)
             found = structs.replace(found, time=await bucket.time())
@@ -326,12 +325,5 @@ def _key(app: str) -> str:
     return f"{app}/{END}"
 
 
-def _read(entry: Entry | None, kind: type[T]) -> T | None:
-    try:
-        return read_json(entry.value, kind) if entry is not None else None
-    except UndecodableError:
-        return None  # of a version that writes another one, or not ours
-
-
 def _read_deploys(entry: Entry | None) -> tuple[Deploy, ...]:
-    return _read(entry, tuple[Deploy, ...]) or ()
+    return record_of(entry, tuple[Deploy, ...]) or ()

@@ -13,11 +13,10 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from aviso_workers.aviso.codec import read_json, read_number
+from aviso_workers.aviso.codec import read_number
 from aviso_workers.backends import Entry, KeyValue
-from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
-from aviso_workers.jetstream.key_value import TTL, ttl_text
+from aviso_workers.jetstream.key_value import TTL, record_of, ttl_text
 from aviso_workers.state import bucket_names
 from aviso_workers.state.orders import DECISION_SECONDS
 
@@ -63,13 +62,8 @@ def parse_key(key: str) -> tuple[int, int]:
 
 def taken(entry: Entry | None, *, order: int) -> Taken | None:
     """Return what an entry says of the decision of this revision; None where it says nothing of it."""
-    if entry is None or entry.deleted:
-        return None
-    try:
-        found = read_json(entry.value, Taken)
-    except UndecodableError:
-        return None  # no worker has written it
-    return found if found.order == order else None
+    found = record_of(entry, Taken)
+    return found if found and found.order == order else None
 
 
 async def store_taken(bucket: KeyValue, key: str, taken: Taken, *, revision: int) -> int:

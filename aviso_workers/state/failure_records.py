@@ -17,7 +17,7 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import read_json
-from aviso_workers.backends import Admin, Backend
+from aviso_workers.backends import Backend
 from aviso_workers.declare.retry import USUAL_ATTEMPTS
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Number, Time
@@ -101,11 +101,6 @@ class LastFailure(Struct, frozen=True, kw_only=True):
         """The last error as `ValueError: no such field (fields.py:12)`."""
         text = f"{self.error}: {self.text}" if self.text else self.error
         return f"{text} ({self.at})" if self.at else text
-
-
-async def stored(admin: Admin) -> dict[tuple[str, str, str], LastFailure]:
-    """Return the records of all apps, by app, kind and name. Raises `BackendError`."""
-    return parsed(await consumer_records.entries(admin))
 
 
 def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], LastFailure]:

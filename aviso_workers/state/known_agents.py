@@ -14,13 +14,12 @@ from contextlib import suppress
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.aviso.codec import read_json
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Backend
 from aviso_workers.declare.agents import durable_name
-from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UndecodableError
+from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.jetstream import key_value
-from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.jetstream.key_value import Entry, record_of
 from aviso_workers.state import consumer_records
 
 
@@ -115,7 +114,4 @@ class KnownAgents:
 
 def _read(entry: Entry | None) -> tuple[_Known, ...]:
     """Return the known agents of an entry; none where they cannot be read."""
-    try:
-        return read_json(entry.value, tuple[_Known, ...]) if entry else ()
-    except UndecodableError:
-        return ()
+    return record_of(entry, tuple[_Known, ...]) or ()

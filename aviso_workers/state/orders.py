@@ -15,11 +15,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Admin
-from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
-from aviso_workers.jetstream.key_value import Entry, KeyValue
+from aviso_workers.jetstream.key_value import Entry, KeyValue, record_of
 from aviso_workers.state import bucket_names
 
 DECISION_SECONDS = 3600.0
@@ -56,9 +54,4 @@ async def decide(bucket: KeyValue, key: str, decision: Decision) -> int:
 
 def decision(entry: Entry | None) -> Decision | None:
     """Return the decision of an entry; None where there is none, as after it was deleted."""
-    if entry is None or entry.deleted:
-        return None
-    try:
-        return read_json(entry.value, Decision)
-    except UndecodableError:
-        return None  # no person's tool has written it
+    return record_of(entry, Decision)

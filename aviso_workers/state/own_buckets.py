@@ -64,19 +64,15 @@ def of_app(
     agents, timers = tuple(agents), tuple(timers)
     windows = [agent.name for agent in agents if agent.policy.window]
     led = any(timer.leader for timer in timers)
-    leases, claims = lease_records.bucket_of(app), timer_records.bucket_of(app)
-    by_key: list[str] = []
-    if agents or timers or tasks:
-        by_key.append(consumer_records.bucket_of(app))
-    if agents:
-        by_key.append(failure_counts.bucket_of(app))
+    leases = lease_records.bucket_of(app)
     limits = [limit for agent in agents for limit in agent.policy.limits]
-    if led or windows or any(isinstance(limit, Slots) for limit in limits):
-        by_key.append(leases)
-    if any(isinstance(limit, Rate) for limit in limits):
-        by_key.append(limit_records.bucket_of(app))
-    if led:
-        by_key.append(claims)
+    by_key = {
+        consumer_records.bucket_of(app): agents or timers or tasks,
+        failure_counts.bucket_of(app): agents,
+        leases: led or windows or any(isinstance(limit, Slots) for limit in limits),
+        limit_records.bucket_of(app): any(isinstance(limit, Rate) for limit in limits),
+        timer_records.bucket_of(app): led,
+    }
     kept = {name: table for name, table in tables.items() if not isinstance(table, Counter)}
     return OwnBuckets(
         ttl_seconds={
@@ -86,7 +82,7 @@ def of_app(
             worker_records.bucket_of(app): worker_records.TTL_SECONDS,
         },
         history={table_records.bucket_of(app, name): table.keeps_history for name, table in kept.items()},
-        by_key=tuple(by_key),
+        by_key=tuple(bucket for bucket, is_used in by_key.items() if is_used),
         written=(worker_records.bucket_of(app),) if agents or timers or tasks else (),
         obeyed=(orders.bucket_of(app),) if agents or timers else (),
         listed=(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from datetime import datetime
 
 from msgspec import Struct
 
-from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend
 from aviso_workers.backends.buckets import open_existing
-from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
+from aviso_workers.jetstream.key_value import record_of
 from aviso_workers.state import bucket_names
 
 
@@ -23,11 +21,8 @@ def bucket_of(app: str) -> str:
 async def claims(backend: Backend, app: str) -> dict[str, Claim]:
     """Return the claims of an app, by timer. Raises `BackendError`."""
     bucket = await open_existing(backend, bucket_of(app), own=True)
-    found = {}
-    for entry in await bucket.entries() if bucket is not None else []:
-        with suppress(UndecodableError):
-            found[entry.key] = read_json(entry.value, Claim)
-    return found
+    entries = await bucket.entries() if bucket is not None else []
+    return {each.key: claim for each in entries if (claim := record_of(each, Claim))}
 
 
 class Claim(Struct, frozen=True, kw_only=True):

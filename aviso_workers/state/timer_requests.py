@@ -16,11 +16,9 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Admin
-from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.fields import Time
-from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.jetstream.key_value import Entry, record_of
 from aviso_workers.state import consumer_records, orders
 
 K = TypeVar("K")
@@ -97,14 +95,8 @@ def runs_key(app: str) -> str:
 
 
 def read_pause(entry: Entry | None) -> Pause | None:
-    try:
-        return read_json(entry.value, Pause) if entry is not None else None
-    except UndecodableError:
-        return None  # another record, or none of ours
+    return record_of(entry, Pause)
 
 
 def read_runs(entry: Entry | None) -> dict[str, Run]:
-    try:
-        return read_json(entry.value, dict[str, Run]) if entry is not None else {}
-    except UndecodableError:
-        return {}
+    return record_of(entry, dict[str, Run]) or {}

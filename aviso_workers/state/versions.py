@@ -17,11 +17,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, structs
 
-from aviso_workers.aviso.codec import read_json
 from aviso_workers.backends import Backend, KeyValue
-from aviso_workers.errors import NotFoundError, UndecodableError
+from aviso_workers.errors import NotFoundError
 from aviso_workers.jetstream import key_value
-from aviso_workers.jetstream.key_value import Entry
+from aviso_workers.jetstream.key_value import Entry, record_of
 from aviso_workers.jetstream.metadata import MAX_NOTED, Version
 from aviso_workers.state import consumer_records
 
@@ -124,10 +123,5 @@ def parsed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], tuple[Registe
 
 def _read(entry: Entry | None) -> tuple[Registered, ...]:
     """Return the versions of an entry; none where they cannot be read, or are more than agents have."""
-    if entry is None:
-        return ()
-    try:
-        found = read_json(entry.value, tuple[Registered, ...])
-    except UndecodableError:
-        return ()
+    found = record_of(entry, tuple[Registered, ...]) or ()
     return found if sum(1 + len(each.version.filter_subjects) for each in found) <= MAX_NOTED else ()

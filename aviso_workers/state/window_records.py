@@ -21,12 +21,8 @@ from aviso_workers.declare import seen, windows
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.seen import SeenPage
 from aviso_workers.declare.windows import KeyState, Window, Windowing, WindowProgress
-from aviso_workers.errors import (
-    ConflictError,
-    DeclarationError,
-    RefusedError,
-    UndecodableError,
-)
+from aviso_workers.errors import DeclarationError, RefusedError, UndecodableError
+from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry, decode_key, encode_key
 from aviso_workers.state import bucket_names
 
@@ -76,19 +72,15 @@ async def put_back(backend: Backend, dead_letter: Message, *, app: str, agent: s
             "its dead letter while a version with these runs, or handle its body (`aviso-workers dead-letters show`) "
             "yourself"
         )
-    while True:
-        entry = await bucket.get(key)
-        state: KeyState[Any] = read_json(entry.value, KeyState[Any]) if entry else KeyState()
-        state = structs.replace(
-            state,
-            open={**state.open, kept.end: kept.value},
-            closed=max(state.closed, kept.end),
-        )
-        try:
-            await bucket.put(key, msgspec.json.encode(state), revision=entry.revision if entry else 0)
-        except ConflictError:
-            continue  # somebody else's change went through instead
-        return
+
+    def read(entry: Entry | None) -> KeyState[Any]:
+        return read_json(entry.value, KeyState[Any]) if entry else KeyState()
+
+    def with_window(state: KeyState[Any]) -> KeyState[Any]:
+        opened = {**state.open, kept.end: kept.value}
+        return structs.replace(state, open=opened, closed=max(state.closed, kept.end))
+
+    await key_value.compare_and_set(bucket, key, read=read, change=with_window)
 
 
 class WindowStates:

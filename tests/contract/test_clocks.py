@@ -14,7 +14,7 @@ import pytest
 from aviso_workers import App, Tick
 from aviso_workers.clocks import LoopClock
 from aviso_workers.ops import agent_inventory, agent_report, timer_control, timer_report
-from aviso_workers.state import declarations, failure_records, worker_records
+from aviso_workers.state import consumer_records, declarations, failure_records, worker_records
 from aviso_workers.state.worker_records import AppWorkers
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config
@@ -111,7 +111,8 @@ async def test_a_failure_has_the_servers_time_and_is_over_when_it_is(
     async with harness(app, server=url, start=start) as t:
         admin = t.app.session.admin
         with anyio.fail_after(PATIENCE_SECONDS):
-            while not (stored := (await failure_records.stored(admin)).get(("contract", "timers", "fails"))):
+            failed = "contract", "timers", "fails"
+            while not (stored := failure_records.parsed(await consumer_records.entries(admin)).get(failed)):
                 await t.advance(1)
         recorded = await agent_inventory.recorded(admin)
         assert max(abs(recorded.time - each) for each in (stored.since, stored.last)) < A_WHILE

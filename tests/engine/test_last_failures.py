@@ -66,8 +66,12 @@ def retrying(
     return known
 
 
+async def stored(backend: InMemoryBackend) -> dict[tuple[str, str, str], LastFailure]:
+    return failure_records.parsed(await consumer_records.entries(backend))
+
+
 async def recorded(backend: InMemoryBackend, kind: str = "agents", name: str = "index") -> LastFailure:
-    return (await failure_records.stored(backend))["fields", kind, name]
+    return (await stored(backend))["fields", kind, name]
 
 
 async def test_the_first_failure_is_recorded_at_once_and_those_that_follow_together(
@@ -271,7 +275,7 @@ async def test_what_the_code_does_not_have_any_more_does_not_fail(
         failures.note(cast(Kind, kind), name, raised("no report"))
     await failures.write()
     await failure_records.remove_others(backend, app="fields", timers=["report"], tasks=[])
-    assert {(kind, name) for _, kind, name in await failure_records.stored(backend)} == {
+    assert {(kind, name) for _, kind, name in await stored(backend)} == {
         ("timers", "report"),
         ("agents", "index"),
     }
@@ -305,7 +309,7 @@ async def test_what_cannot_be_written_is_written_later(
 
 async def test_a_record_that_cannot_be_read_counts_as_none(backend: InMemoryBackend, failures: LastFailures) -> None:
     await (await consumer_records.bucket(backend, "fields")).put("fields/agents/index/failure", b"[")
-    assert await failure_records.stored(backend) == {}
+    assert await stored(backend) == {}
     failures.note("agents", "index", raised("no field"))
     await failures.write()
     assert (await recorded(backend)).times == 1
@@ -317,9 +321,9 @@ async def test_a_retired_agent_has_none(backend: InMemoryBackend, failures: Last
     failures.note("timers", "report", raised("no report"))
     await failures.write()
     await consumer_records.remove_notes(backend, app="fields", agent="index")
-    assert {*await failure_records.stored(backend)} == {("fields", "timers", "report")}
+    assert {*await stored(backend)} == {("fields", "timers", "report")}
     await consumer_records.remove_notes(backend, app="fields")
-    assert await failure_records.stored(backend) == {}
+    assert await stored(backend) == {}
 
 
 async def test_what_was_handled_that_had_failed_is_told(backend: InMemoryBackend, failures: LastFailures) -> None:

@@ -37,7 +37,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> State:
-        return judgements.worst(self.results)
+        return max((result.state for result in self.results), default=State.PASS)
 
 
 def hurried(config: Config) -> Config:

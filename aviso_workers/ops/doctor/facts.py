@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream
 from msgspec import Struct, structs
 
 from aviso_workers.aviso import codec
-from aviso_workers.backends import Admin, Received
+from aviso_workers.backends import Admin
 from aviso_workers.config import Config, streams
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.agents import Agent
@@ -37,7 +35,7 @@ from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import AccountInfo, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import agent_inventory, backups, denials, inventory, snapshots
+from aviso_workers.ops import agent_inventory, backups, denials, snapshots
 from aviso_workers.ops.agent_inventory import Recorded, RunAlone
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.denials import Denials
@@ -47,6 +45,7 @@ from aviso_workers.ops.doctor.divergence import Looks
 from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.doctor.replicas import Groups
 from aviso_workers.ops.health import Unknown
+from aviso_workers.ops.inventory import existing
 from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.ops.snapshots import AllWorkers, ServerSnapshot
 from aviso_workers.task_groups import asked_of_each
@@ -106,33 +105,7 @@ class Sample(Struct, frozen=True, kw_only=True):
         return of_streams | {key: consumer.cluster for key, consumer in self.consumers.items()}
 
 
-class _UnsampledFacts(Struct, frozen=True, kw_only=True):
-    """The facts that are requested once, and not with each sample."""
-
-    dead_letters: Mapping[tuple[str, str], int]
-    """Dead letters that are kept, by app and agent."""
-    recorded: Recorded
-    """What workers have recorded, and what operators have ordered of timers; empty where that is not known."""
-    run_alone: tuple[RunAlone, ...]
-    """Notifications that are run alone, because a worker process ended while they ran."""
-    due: Mapping[str, int]
-    """Delayed notifications that are due and not stored yet, by the stream that they are for."""
-    monitored: tuple[Monitored, ...]
-    unreachable: Mapping[str, str]
-    """Monitoring ports that were named and do not answer, with the reason."""
-    looks: Looks | None
-    """The states of the servers' own replicas; None where the server does not tell which account is ours."""
-    links: tuple[Link, ...]
-    """Streams that follow others, or did until they were promoted, and their origins as far as these answer."""
-    is_strict: bool | None
-    """Whether JetStream's API refuses requests with unknown fields; None where that is not known."""
-    oldest_pending: Mapping[tuple[str, str], datetime] = {}
-    """As `snapshots.oldest_pending` returns it."""
-    workers: AllWorkers = {}
-    """By app, as far as they have recorded themselves."""
-
-
-class Facts(_UnsampledFacts, frozen=True, kw_only=True):
+class Facts(Struct, frozen=True, kw_only=True):
     """The facts that checks judge. Streams and consumers are those of the account that we connect to."""
 
     scope: Scope
@@ -157,6 +130,27 @@ class Facts(_UnsampledFacts, frozen=True, kw_only=True):
     """The certificate of the server that we are connected to, in DER form; None without TLS."""
     shares_inbox: bool = False
     """Whether our user has a name, and hears answers where other users can hear them too."""
+    dead_letters: Mapping[tuple[str, str], int] = {}
+    """Dead letters that are kept, by app and agent."""
+    recorded: Recorded
+    """What workers have recorded, and what operators have ordered of timers; empty where that is not known."""
+    run_alone: Sequence[RunAlone] = ()
+    """Notifications that are run alone, because a worker process ended while they ran."""
+    due: Mapping[str, int] = {}
+    """Delayed notifications that are due and not stored yet, by the stream that they are for."""
+    monitored: tuple[Monitored, ...]
+    unreachable: Mapping[str, str]
+    """Monitoring ports that were named and do not answer, with the reason."""
+    looks: Looks | None
+    """The states of the servers' own replicas; None where the server does not tell which account is ours."""
+    links: Sequence[Link] = ()
+    """Streams that follow others, or did until they were promoted, and their origins as far as these answer."""
+    is_strict: bool | None = None
+    """Whether JetStream's API refuses requests with unknown fields; None where that is not known."""
+    oldest_pending: Mapping[tuple[str, str], datetime] = {}
+    """As `snapshots.oldest_pending` returns it."""
+    workers: AllWorkers = {}
+    """By app, as far as they have recorded themselves."""
 
     @property
     def now(self) -> datetime:
@@ -233,7 +227,7 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
     server = await monitoring_port.connected_server(admin)
     before = after = Sample()
     elapsed = scope.seconds
-    async with _advisories(requests) as advisories:
+    async with _advisories(admin) as advisories:
         sampled = time.monotonic()
         before = after = await requests.sample()
         if "streams" not in requests.unknown:
@@ -244,14 +238,14 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
     while len(later) < MAX_LATER and replicas.is_doubtful([each.groups for each in (before, after, *later)]):
         await anyio.sleep(LATER_SECONDS)
         later.append(await requests.sample(before))
-    once = await _unsampled_facts(admin, config, requests, after, server, scope)
+    once = await _asked_once(admin, config, requests, after, server, scope)
     unknown = requests.unknown
     if scope.agents is None:
         unknown["agents"] = "the agents are not known: give --app MODULE:APP"
     if scope.backups is None:
         unknown["backups"] = "the directory of backups is not known: give --backups DIRECTORY"
     return Facts(
-        **structs.asdict(once),
+        **once,
         scope=scope,
         config=config,
         server=server,
@@ -269,60 +263,29 @@ async def gather(admin: Admin, config: Config, scope: Scope) -> Facts:
     )
 
 
-class _Later(Generic[T]):
-    """The result of a request that runs beside others. It is there when the task group has ended."""
-
-    result: T
-
-    def __init__(self, tasks: TaskGroup, request: Callable[[], Awaitable[T]]) -> None:
-        async def run() -> None:
-            self.result = await request()
-
-        tasks.start_soon(run)
-
-
-async def _unsampled_facts(
+async def _asked_once(
     admin: Admin, config: Config, requests: _Requests, after: Sample, server: ConnectedServer, scope: Scope
-) -> _UnsampledFacts:
-    """Return the facts that are requested once. Requests run side by side, so that missing answers are waited for
-    together.
+) -> dict[str, Any]:
+    """Return the facts that are requested once, and not with each sample, by the name of the field of `Facts`. Requests
+    run side by side, so that missing answers are waited for together.
     """
     ask = requests.ask
-    async with anyio.create_task_group() as tasks:
-        dead_letters = _Later(tasks, lambda: ask("dead_letters", lambda: agent_inventory.dead_letters(admin)))
-        recorded = _Later(tasks, lambda: ask("records", requests.recorded))
-        oldest = _Later(tasks, lambda: ask("streams", lambda: snapshots.oldest_pending(admin, after.consumers)))
-        workers = _Later(tasks, lambda: ask("records", lambda: snapshots.workers(admin, denied=Denials())))
-        run_alone = _Later(tasks, lambda: ask("records", lambda: agent_inventory.run_alone(admin, after.streams)))
-        due = _Later(tasks, lambda: ask("streams", lambda: agent_inventory.due(admin, after.streams)))
-        links = _Later(tasks, lambda: ask("streams", lambda: Mirrors(admin).links(after.streams.values())))
-        monitored = _Later(tasks, lambda: _monitored(config, requests, server, scope))
-        is_strict = _Later(tasks, lambda: monitoring_port.is_strict(admin))
-    nothing = Recorded(time=datetime.now(UTC), consumers={}, functions={}, failures={}, pauses={}, runs={})
-    servers, unreachable, looks = monitored.result
+    wanted: dict[str, Callable[[], Awaitable[Any]]] = {
+        "dead_letters": lambda: ask("dead_letters", lambda: agent_inventory.dead_letters(admin)),
+        "recorded": lambda: ask("records", requests.recorded),
+        "oldest_pending": lambda: ask("streams", lambda: snapshots.oldest_pending(admin, after.consumers)),
+        "workers": lambda: ask("records", lambda: snapshots.workers(admin, denied=Denials())),
+        "run_alone": lambda: ask("records", lambda: agent_inventory.run_alone(admin, after.streams)),
+        "due": lambda: ask("streams", lambda: agent_inventory.due(admin, after.streams)),
+        "links": lambda: ask("streams", lambda: Mirrors(admin).links(after.streams.values())),
+        "of_monitors": lambda: requests.monitored(config, scope, server),
+        "is_strict": lambda: monitoring_port.is_strict(admin),
+    }
+    found = await asked_of_each(wanted, lambda name: wanted[name]())
     why_unknown = requests.unknown.get("records", "").removeprefix(denials.NOT_KNOWN)  # the end of a sentence
-    return _UnsampledFacts(
-        dead_letters=dead_letters.result or {},
-        recorded=recorded.result or nothing,
-        run_alone=tuple(run_alone.result or ()),
-        due=due.result or {},
-        monitored=servers,
-        unreachable=unreachable,
-        looks=looks,
-        links=tuple(links.result or ()),
-        is_strict=is_strict.result,
-        oldest_pending=oldest.result or {},
-        workers=Unknown(why_unknown) if workers.result is None else workers.result,
-    )
-
-
-async def _monitored(
-    config: Config, requests: _Requests, server: ConnectedServer, scope: Scope
-) -> tuple[tuple[Monitored, ...], Mapping[str, str], Looks | None]:
-    urls = monitoring_port.urls(config, scope.monitors)
-    found, unreachable = await requests.monitored(urls, named=bool(scope.monitors), of=server)
-    monitors = {one.name: one.url for one in found}
-    return found, unreachable, await divergence.look_twice(monitors, server.account) if server.account else None
+    nothing = Recorded(time=datetime.now(UTC), consumers={}, functions={}, failures={}, pauses={}, runs={})
+    known = {name: each for name, each in found.items() if each is not None}
+    return {"recorded": nothing, "workers": Unknown(why_unknown), **known.pop("of_monitors"), **known}
 
 
 class _Requests:
@@ -330,7 +293,6 @@ class _Requests:
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
-        self._administration = admin.administration()
         self.unknown: dict[Need, str] = {}
         self.denied: dict[Need, str] = {}
 
@@ -355,10 +317,6 @@ class _Requests:
             self.unknown["records"] = self.denied["records"] = text
         return found
 
-    def listen(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Received]]:
-        """Subscribe to the advisories and metrics of the servers."""
-        return self._administration.listen(f"{EVENTS}>", max_bytes=MAX_ADVISORY_BYTES)
-
     async def sample(self, before: Sample | None = None) -> Sample:
         """Return a sample. Where one `before` has unavailable streams, each of the others is asked for by its name: a
         listing would wait for those again.
@@ -375,10 +333,11 @@ class _Requests:
             listed = filter(None, by_name.values())
         found: dict[str, StreamInfo] = {stream.name: stream for stream in listed}
         consumed = [name for name, stream in found.items() if stream.consumers]
-        consumers = await self._all("consumers", consumed, self._consumers)
+        # A stream that was deleted meanwhile has none.
+        consumers = await self._all("consumers", consumed, lambda name: existing(self._admin.consumers(name)))
         named = await self._all("consumers", found, lambda name: self._consumer_names(found[name]))
         within = UNREACHABLE_SECONDS if "streams" in self.unknown else ANSWER_SECONDS
-        account = await self.ask("account", self._administration.account, within=within) or AccountInfo()
+        account = await self.ask("account", self._admin.administration().account, within=within) or AccountInfo()
         return Sample(
             streams=found,
             unavailable=frozenset(names) - found.keys() if may_list else frozenset(),
@@ -398,16 +357,13 @@ class _Requests:
             return await self._admin.stream_info(name)
         return None
 
-    async def _consumers(self, stream: str) -> list[ConsumerInfo]:
-        return await inventory.existing(self._admin.consumers(stream)) or []  # deleted meanwhile
-
     async def _consumer_names(self, stream: StreamInfo) -> frozenset[str]:
-        names = await inventory.existing(self._admin.consumer_names(stream.name)) if stream.consumers else None
+        names = await existing(self._admin.consumer_names(stream.name)) if stream.consumers else None
         return frozenset(names or ())
 
-    async def monitored(
-        self, urls: Sequence[str], *, named: bool, of: ConnectedServer
-    ) -> tuple[tuple[Monitored, ...], dict[str, str]]:
+    async def monitored(self, config: Config, scope: Scope, of: ConnectedServer) -> dict[str, Any]:
+        """Return what monitoring ports tell, by the name of the field of `Facts`."""
+        named, urls = bool(scope.monitors), monitoring_port.urls(config, scope.monitors)
         found: list[Monitored] = []
         unreachable: dict[str, str] = {}
 
@@ -434,11 +390,13 @@ class _Requests:
             self.unknown["monitoring"] = "; ".join(
                 [*unreachable.values(), f"no monitoring port of {', '.join(sorted(missing))} answers{cure}"]
             )
-        return tuple(found), unreachable if named else {}
+        monitors = {one.name: one.url for one in found}
+        looks = await divergence.look_twice(monitors, of.account) if of.account else None
+        return {"monitored": tuple(found), "unreachable": unreachable if named else {}, "looks": looks}
 
 
 @asynccontextmanager
-async def _advisories(requests: _Requests) -> AsyncIterator[list[Advisory]]:
+async def _advisories(admin: Admin) -> AsyncIterator[list[Advisory]]:
     """Collect the advisories and metrics of the servers while the block runs. The list is complete when it has
     ended.
     """
@@ -446,7 +404,8 @@ async def _advisories(requests: _Requests) -> AsyncIterator[list[Advisory]]:
     async with AsyncExitStack() as stack:
         try:
             with anyio.fail_after(ANSWER_SECONDS):
-                messages = await stack.enter_async_context(requests.listen())
+                listening = admin.administration().listen(f"{EVENTS}>", max_bytes=MAX_ADVISORY_BYTES)
+                messages = await stack.enter_async_context(listening)
         except TimeoutError as error:
             raise UnavailableError(f"the server does not answer within {ANSWER_SECONDS:g} s") from error
         yield received

@@ -7,7 +7,7 @@ examine it yields as SKIP, so that it is never taken for a PASS; what is missing
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -209,8 +209,3 @@ def _filled_in(cure: str, names: Mapping[str, str]) -> str:
     words = {key: quoted(name) for key, name in names.items()}
     parts = cure.split("`")
     return "`".join(part.format_map(words if part.startswith(COMMANDS) else names) for part in parts)
-
-
-def worst(results: Sequence[Result]) -> State:
-    """Return the worst state of all results."""
-    return max((result.state for result in results), default=State.PASS)

@@ -126,12 +126,14 @@ class Monitored(Struct, frozen=True, kw_only=True):
     @property
     def machine(self) -> str:
         """The host name or address in the URL of the monitoring port."""
-        return _machine(self.url)
+        return urlsplit(self.url).hostname or ""
 
     @property
     def disk(self) -> Path | None:
         """The server's store_dir, where that is on this machine and can be read; else None."""
-        return _disk(self.url, self.varz)
+        directory = self.varz.jetstream.config.store_dir
+        is_here = directory and self.machine in LOOPBACK and os.access(directory, os.R_OK)
+        return Path(directory) if is_here else None
 
 
 async def connected_server(admin: Admin) -> ConnectedServer:
@@ -183,20 +185,20 @@ def inspect(url: str) -> Monitored:
         health, routes = HEALTH.decode(_ask(url, "/healthz?details=true")), ROUTES.decode(_ask(url, "/routez"))
         closed = CONNECTIONS.decode(_ask(url, "/connz?state=closed&sort=stop")).connections or ()
         remotes = frozenset(route.remote_name for route in routes.routes or ())
-        unserved = store.unserved(lambda: _ask(url, store.SERVED)) if _disk(url, varz) else ""
+        found = Monitored(
+            url=url,
+            varz=varz,
+            health=OFF if jsz.disabled and health.status != "ok" else str(health),
+            routes=remotes,
+            ahead_seconds=(varz.now - asked - half).total_seconds(),
+            uncertain_seconds=half.total_seconds(),
+            without_jetstream=jsz.disabled,
+            cut_off=tuple(each for each in closed if each.reason.startswith("Slow Consumer")),
+        )
+        unserved = store.unserved(lambda: _ask(url, store.SERVED)) if found.disk else ""
     except UNREADABLE as error:
         raise ServerProcessError(f"no answer of a nats-server from {url}: {error}") from error
-    return Monitored(
-        url=url,
-        varz=varz,
-        health=OFF if jsz.disabled and health.status != "ok" else str(health),
-        routes=remotes,
-        ahead_seconds=(varz.now - asked - half).total_seconds(),
-        uncertain_seconds=half.total_seconds(),
-        without_jetstream=jsz.disabled,
-        unserved=unserved,
-        cut_off=tuple(each for each in closed if each.reason.startswith("Slow Consumer")),
-    )
+    return structs.replace(found, unserved=unserved)
 
 
 def own_replicas(url: str, account: str) -> Mapping[str, OwnReplica]:
@@ -215,28 +217,18 @@ def _with_meta_group(varz: Varz, url: str) -> Varz:
     """Return the answer to /varz with a meta group that was looked at until its followers were current, or some times:
     a follower is behind its leader for moments.
     """
-    looks = 0
-    while looks < MAX_LOOKS and _seems_behind(varz):
+    for _ in range(MAX_LOOKS):
+        if not _seems_behind(varz):
+            break
         time.sleep(LOOK_AGAIN_SECONDS)
         meta = VARZ.decode(_ask(url, "/varz")).jetstream.meta
         varz = structs.replace(varz, jetstream=structs.replace(varz.jetstream, meta=meta))
-        looks += 1
     return varz
 
 
 def _seems_behind(varz: Varz) -> bool:
     followers = varz.jetstream.meta.followers if varz.jetstream.meta else ()
     return any(not each.current for each in followers) and not any(each.offline for each in followers)
-
-
-def _disk(url: str, varz: Varz) -> Path | None:
-    if _machine(url) not in LOOPBACK or not (directory := varz.jetstream.config.store_dir):
-        return None
-    return Path(directory) if os.access(directory, os.R_OK) else None
-
-
-def _machine(url: str) -> str:
-    return urlsplit(url).hostname or ""
 
 
 def _ask(url: str, path: str) -> bytes:

@@ -182,9 +182,5 @@ def _finding(finding: Finding) -> dict[str, str]:
     return {
         "state": finding.state.name if finding.state else "",
         "where": finding.where,
-        "stream": finding.stream,
-        "consumer": finding.consumer,
-        "found": finding.found,
-        "cure": finding.cure,
-        "accepted": finding.accepted,
+        **{name: getattr(finding, name) for name in ("stream", "consumer", "found", "cure", "accepted")},
     }

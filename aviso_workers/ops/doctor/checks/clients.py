@@ -7,8 +7,9 @@ import json
 import math
 import re
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,7 +38,7 @@ SHORTER = (
 )
 READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
-CERTIFICATE_BEGIN, CERTIFICATE_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
 
 
@@ -203,17 +204,10 @@ def limited_agents(consumer: ConsumerInfo, _: Facts) -> Iterator[Found]:
 def expiring(facts: Facts) -> Iterator[Finding]:
     """The result is WARN when the user JWT in `credentials_file` expires within 30 days, FAIL when it has expired."""
     file = facts.config.notification_backend.jetstream.credentials_file
-    if file is None:
-        return
-    place = f"{JETSTREAM}.credentials_file"
-    try:
-        expires = _expires(Path(file).read_text())
-    except (OSError, ValueError, KeyError, TypeError):
-        yield Finding(place=place, found=f"{file} has no readable user JWT", state=State.SKIP)
-        return
-    if expires and expires - facts.now < RENEW:
-        state = State.FAIL if expires < facts.now else State.WARN
-        yield Finding(place=place, found=f"{file} expires on {expires.date()}", state=state)
+    if file is not None:
+        place, unreadable = f"{JETSTREAM}.credentials_file", f"{file} has no readable user JWT"
+        expires = partial(_expires, Path(file))
+        yield from _expiring(facts, expires, f"{file} expires", place=place, unreadable=unreadable)
 
 
 @Declaration("JS067", needs=()).says(
@@ -227,40 +221,37 @@ def expiring_certificates(facts: Facts) -> Iterator[Finding]:
     certificates: the certificate of the connected server, from the TLS handshake, and the client certificate
     (`tls.cert_file`). For a cluster, run the doctor with the `nats_url` of each server.
     """
-    if facts.server_certificate is not None:
-        yield from _expiring(facts, facts.server_certificate, place=f"the certificate of {facts.server.name}")
+    if (der := facts.server_certificate) is not None:
+        place, expires = f"the certificate of {facts.server.name}", partial(certificates.expires, der)
+        yield from _expiring(facts, expires, "expires", place=place, unreadable="no X.509 certificate")
     tls = facts.config.notification_backend.jetstream.tls
-    if tls is None or tls.cert_file is None:
-        return
-    place = f"{JETSTREAM}.tls.cert_file"
+    if tls is not None and tls.cert_file is not None:
+        place, unreadable = f"{JETSTREAM}.tls.cert_file", f"{tls.cert_file} has no readable certificate"
+        expires = partial(_certificate_expires, Path(tls.cert_file))
+        yield from _expiring(facts, expires, "expires", place=place, unreadable=unreadable)
+
+
+def _expiring(
+    facts: Facts, expires: Callable[[], datetime | None], says: str, *, place: str, unreadable: str
+) -> Iterator[Finding]:
+    """Yield that something `says` when it expires, where that is soon, or that it cannot be read."""
     try:
-        der = _certificate_in(Path(tls.cert_file).read_text())
-    except (OSError, ValueError):
-        yield Finding(place=place, found=f"{tls.cert_file} has no readable certificate", state=State.SKIP)
-    else:
-        yield from _expiring(facts, der, place=place)
-
-
-def _expiring(facts: Facts, der: bytes, *, place: str) -> Iterator[Finding]:
-    try:
-        expires = certificates.expires(der)
-    except ValueError as error:
-        yield Finding(place=place, found=str(error), state=State.SKIP)
+        end = expires()
+    except (OSError, ValueError, KeyError, TypeError):
+        yield Finding(place=place, found=unreadable, state=State.SKIP)
         return
-    if expires - facts.now < RENEW:
-        state = State.FAIL if expires < facts.now else State.WARN
-        yield Finding(place=place, found=f"expires on {expires.date()}", state=state)
+    if end and end - facts.now < RENEW:
+        state = State.FAIL if end < facts.now else State.WARN
+        yield Finding(place=place, found=f"{says} on {end.date()}", state=state)
 
 
-def _certificate_in(pem: str) -> bytes:
-    """Return the first certificate of a PEM file in DER form; a key and others may be beside it. Raises
+def _certificate_expires(pem: Path) -> datetime:
+    """Return when the first certificate of a PEM file expires; a key and others may be beside it. Raises
     `ValueError`.
     """
-    begin = pem.find(CERTIFICATE_BEGIN)
-    end = pem.find(CERTIFICATE_END, begin)
-    if begin < 0 or end < 0:
+    if (found := CERTIFICATE.search(pem.read_text())) is None:
         raise ValueError("no certificate")
-    return ssl.PEM_cert_to_DER_cert(pem[begin : end + len(CERTIFICATE_END)])
+    return certificates.expires(ssl.PEM_cert_to_DER_cert(found[0]))
 
 
 def _longer_window(stream: StreamInfo, seconds: float) -> str:
@@ -288,12 +279,11 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
-def _expires(credentials: str) -> datetime | None:
+def _expires(credentials: Path) -> datetime | None:
     """Return when the user JWT of a .creds file expires, None where it does not. The signature is not checked. Raises
     `ValueError`.
     """
-    found = JWT.search(credentials)
-    if found is None:
+    if (found := JWT.search(credentials.read_text())) is None:
         raise ValueError("no JWT")
     claims = found[1].split(".")[1]
     expires = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4))).get("exp")

@@ -13,7 +13,7 @@ from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.config.streams import event_streams
 from aviso_workers.declare.batches import Batch
-from aviso_workers.jetstream import metadata
+from aviso_workers.jetstream import metadata, subjects
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops import agent_inventory, agent_report
 from aviso_workers.ops.doctor.checks import streams
@@ -87,7 +87,7 @@ def exceeded_and_not_kept(consumer: ConsumerInfo, facts: Facts) -> Iterator[Foun
     """Consumers of agents are not checked here: they have no max_deliver (JS059)."""
     advisories, most = f"{EXCEEDED}.{consumer.stream}.{consumer.name}", consumer.config.max_deliver
     kept = (subject for stream in facts.streams.values() for subject in stream.config.subjects)
-    if most > 0 and not any(streams.overlap(subject, advisories) for subject in kept):
+    if most > 0 and not any(subjects.overlap(subject, advisories) for subject in kept):
         yield f"max_deliver {most}, and no stream stores advisories of messages beyond it"
 
 

@@ -108,10 +108,8 @@ def missing_streams(facts: Facts) -> Iterator[Finding]:
         if not (trace := _trace_of(plan.stream, facts)):
             continue
         found = f"the stream of {configured} does not exist, and {trace}"
-        if plan.stream in recorded:
-            yield Finding(stream=plan.stream, found=found, state=State.WARN, cure=RECORDED)
-        else:
-            yield Finding(stream=plan.stream, found=found)
+        state, cure = (State.WARN, RECORDED) if plan.stream in recorded else (None, "")
+        yield Finding(stream=plan.stream, found=found, state=state, cure=cure)
 
 
 def _trace_of(stream: str, facts: Facts) -> str:
@@ -262,17 +260,14 @@ def clocks(facts: Facts) -> Iterator[Finding]:
     ahead = sorted([0.0, *(one.ahead_seconds for one in facts.monitored)])
     usual = min(median_low(ahead), median_high(ahead), key=abs)  # of two clocks, ours counts as the right one
     than = "the other clocks" if usual else "the clock of this machine"
-    for one in facts.monitored:
-        yield from _clock(one.name, one.ahead_seconds - usual, one.uncertain_seconds, than)
-    yield from _clock(THIS_MACHINE, -usual, max((one.uncertain_seconds for one in facts.monitored), default=0), than)
-
-
-def _clock(place: str, ahead_seconds: float, uncertain_seconds: float, than: str) -> Iterator[Finding]:
-    surely = abs(ahead_seconds) - uncertain_seconds
-    if surely > CLOCK_SECONDS:
-        way = "ahead of" if ahead_seconds > 0 else "behind"
-        state = State.FAIL if surely > SKEW.total_seconds() else State.WARN
-        yield Finding(place=place, found=f"its clock is {abs(ahead_seconds):.0f} s {way} {than}", state=state)
+    measured = [(one.name, one.ahead_seconds, one.uncertain_seconds) for one in facts.monitored]
+    measured.append((THIS_MACHINE, 0.0, max((uncertain for *_, uncertain in measured), default=0.0)))
+    for place, ahead_seconds, uncertain_seconds in measured:
+        off = ahead_seconds - usual
+        if (surely := abs(off) - uncertain_seconds) > CLOCK_SECONDS:
+            found = f"its clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} {than}"
+            state = State.FAIL if surely > SKEW.total_seconds() else State.WARN
+            yield Finding(place=place, found=found, state=state)
 
 
 @declare("JS045", State.FAIL, needs=("monitoring", "streams")).says(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from aviso_workers.aviso.literals import SECOND
-from aviso_workers.jetstream import plans
+from aviso_workers.jetstream import plans, subjects
 from aviso_workers.jetstream.info import NEVER, StreamInfo
 from aviso_workers.jetstream.metadata import SET_MARK, UNFINISHED
 from aviso_workers.jetstream.specs import OURS, stated
@@ -218,7 +218,7 @@ def taken(facts: Facts) -> Iterator[Finding]:
             if stream.name == plan.stream or stream.config.mirror:
                 continue
             for theirs in stream.config.subjects:
-                if any(overlap(theirs, ours) for ours in wanted):
+                if any(subjects.overlap(theirs, ours) for ours in wanted):
                     found = f"has the subjects {theirs}, which belong to {configured}"
                     yield Finding(stream=stream.name, found=found, state=state)
 
@@ -330,17 +330,6 @@ def half_restored(stream: StreamInfo, _: Facts) -> Iterator[Found]:
         yield about(stream, found, cure=RESTORE_SET)
     elif mark:
         yield "the restore of the stream is running or was killed"
-
-
-def overlap(one: str, other: str) -> bool:
-    """Return whether two subjects, which may have wildcards, can match the same message."""
-    ours, theirs = one.split("."), other.split(".")
-    for a, b in zip(ours, theirs, strict=False):
-        if ">" in (a, b):
-            return True
-        if a != b and "*" not in (a, b):
-            return False
-    return len(ours) == len(theirs)
 
 
 def _replicas(stream: StreamInfo) -> Finding:
