@@ -38,7 +38,6 @@ from aviso_workers.backends import (
 from aviso_workers.backends.in_memory.account import InMemoryAccount
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.in_memory.consumer import Dispatcher, InMemoryConsumer
-from aviso_workers.backends.in_memory.stream import InMemoryStream
 from aviso_workers.clocks import EPOCH, Clock, LoopClock
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
@@ -232,7 +231,7 @@ class InMemoryBackend:
         finally:
             dispatcher.leave(reader)
 
-    def read(
+    async def read(
         self,
         stream: str,
         *,
@@ -241,15 +240,42 @@ class InMemoryBackend:
         start_time: datetime | None = None,
         last_sequence: int | None = None,
     ) -> AsyncGenerator[Message, None]:
-        return _read(
-            self._account,
-            self.connection,
-            stream,
-            filter_subjects=filter_subjects,
-            start_sequence=start_sequence,
-            start_time=start_time,
-            last_sequence=last_sequence,
-        )
+        """Yield stored messages, as `backends.Backend.read` does. Raises `UnavailableError` where the connection was
+        lost meanwhile.
+        """
+        await self.connection.reach()
+        opened, losses = self._account.stream(stream), self.connection.losses
+        wanted = pattern(filter_subjects)
+        position, start_ns = _start(start_sequence, start_time)
+        changed = anyio.Event()
+
+        def wake() -> None:
+            changed.set()
+
+        opened.watchers.add(wake)
+        self.connection.watchers.add(wake)
+        try:
+            while True:
+                changed = anyio.Event()
+                if self.connection.losses > losses:
+                    raise UnavailableError(f"in_memory: the connection was lost while reading {stream}")
+                held = self._account.stream(stream)
+                if held is not opened:
+                    raise UnavailableError(f"in_memory: {stream} was deleted and recreated while it was read")
+                message = held.next_message(position, wanted)
+                if message is None and last_sequence is None:
+                    position = max(position, held.last_sequence + 1)
+                    await changed.wait()
+                    continue
+                if message is None or (last_sequence is not None and message.sequence > last_sequence):
+                    return
+                position = message.sequence + 1
+                if message.timestamp_ns >= start_ns:
+                    await checkpoint()
+                    yield message
+        finally:
+            opened.watchers.discard(wake)
+            self.connection.watchers.discard(wake)
 
     async def read_chunks(
         self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
@@ -275,9 +301,11 @@ class InMemoryBackend:
         start_time: datetime | None = None,
     ) -> int:
         await self.connection.reach()
-        return _count(
-            self._account.stream(stream), filter_subjects, start_sequence=start_sequence, start_time=start_time
-        )
+        wanted = pattern(filter_subjects)
+        position, start_ns = _start(start_sequence, start_time)
+        held = self._account.stream(stream).messages.values()
+        since = [each for each in held if each.sequence >= position and each.timestamp_ns >= start_ns]
+        return sum(1 for each in since if wanted.fullmatch(each.subject))
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         await self.connection.reach()
@@ -321,65 +349,6 @@ class InMemoryBackend:
         dispatcher.serve(self._account.stream(stream), self._account.durable(stream, consumer))
         self._dispatchers[stream, consumer] = dispatcher
         return dispatcher
-
-
-async def _read(
-    account: InMemoryAccount,
-    connection: InMemoryConnection,
-    stream: str,
-    *,
-    filter_subjects: Sequence[str],
-    start_sequence: int,
-    start_time: datetime | None,
-    last_sequence: int | None,
-) -> AsyncGenerator[Message, None]:
-    """See `backends.Backend.read`. Raises `UnavailableError` where the connection was lost meanwhile."""
-    await connection.reach()
-    opened, losses = account.stream(stream), connection.losses
-    wanted = pattern(filter_subjects)
-    position, start_ns = _start(start_sequence, start_time)
-    changed = anyio.Event()
-
-    def wake() -> None:
-        changed.set()
-
-    opened.watchers.add(wake)
-    connection.watchers.add(wake)
-    try:
-        while True:
-            changed = anyio.Event()
-            if connection.losses > losses:
-                raise UnavailableError(f"in_memory: the connection was lost while reading {stream}")
-            held = account.stream(stream)
-            if held is not opened:
-                raise UnavailableError(f"in_memory: {stream} was deleted and recreated while it was read")
-            message = held.next_message(position, wanted)
-            if message is None and last_sequence is None:
-                position = max(position, held.last_sequence + 1)
-                await changed.wait()
-                continue
-            if message is None or (last_sequence is not None and message.sequence > last_sequence):
-                return
-            position = message.sequence + 1
-            if message.timestamp_ns >= start_ns:
-                await checkpoint()
-                yield message
-    finally:
-        opened.watchers.discard(wake)
-        connection.watchers.discard(wake)
-
-
-def _count(
-    stream: InMemoryStream, filter_subjects: Sequence[str], *, start_sequence: int, start_time: datetime | None
-) -> int:
-    """Return how many messages a reading from there would give now."""
-    wanted = pattern(filter_subjects)
-    position, start_ns = _start(start_sequence, start_time)
-    return sum(
-        1
-        for message in stream.messages.values()
-        if message.sequence >= position and message.timestamp_ns >= start_ns and wanted.fullmatch(message.subject)
-    )
 
 
 def _start(sequence: int, time: datetime | None) -> tuple[int, int]:

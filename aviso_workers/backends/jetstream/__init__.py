@@ -8,9 +8,8 @@ JetStream's API for streams and consumers, and `admin` asks for what only a serv
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -22,7 +21,6 @@ from aviso_workers import config
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import (
     BulkKeyValue,
-    Chunk,
     ConnectionListener,
     ConsumerInfo,
     Delivery,
@@ -33,13 +31,14 @@ from aviso_workers.backends import (
     StreamInfo,
     buckets,
 )
-from aviso_workers.backends.jetstream import creation, readers
+from aviso_workers.backends.jetstream import creation
 from aviso_workers.backends.jetstream.admin import JetStreamAdministration
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.consumer import Outbox, PullConsumer
 from aviso_workers.backends.jetstream.fast_batches import Ingester
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.backends.jetstream.publisher import JetStreamPublisher
+from aviso_workers.backends.jetstream.readers import JetStreamReaders
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.jetstream import error_codes, identities, plans
@@ -54,7 +53,7 @@ LIMIT = re.compile(r"limit of (\d+)")
 LEAVE_SECONDS = 2.0
 
 
-class JetStreamBackend(JetStreamManagement):
+class JetStreamBackend(JetStreamReaders):
     """See `backends.Backend`. Connected while its `async with` block runs."""
 
     def __init__(
@@ -181,51 +180,6 @@ class JetStreamBackend(JetStreamManagement):
             scope.cancel()
             with anyio.CancelScope(shield=True):
                 await reader.close()
-
-    def read(
-        self,
-        stream: str,
-        *,
-        filter_subjects: Sequence[str],
-        start_sequence: int = 1,
-        start_time: datetime | None = None,
-        last_sequence: int | None = None,
-    ) -> AsyncGenerator[Message, None]:
-        return readers.read(
-            self._connection,
-            stream,
-            filter_subjects=filter_subjects,
-            start_sequence=start_sequence,
-            start_time=start_time,
-            last_sequence=last_sequence,
-        )
-
-    def read_chunks(
-        self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
-    ) -> AsyncGenerator[Chunk, None]:
-        return readers.read_chunks(
-            self._connection,
-            stream,
-            filter_subjects=filter_subjects,
-            start_sequence=start_sequence,
-            last_sequence=last_sequence,
-        )
-
-    async def count(
-        self,
-        stream: str,
-        *,
-        filter_subjects: Sequence[str],
-        start_sequence: int = 1,
-        start_time: datetime | None = None,
-    ) -> int:
-        return await readers.count(
-            self._connection,
-            stream,
-            filter_subjects=filter_subjects,
-            start_sequence=start_sequence,
-            start_time=start_time,
-        )
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         outgoing = Outgoing(message, message_id, stream)

@@ -16,9 +16,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from aviso_workers._fast import Arrival
 from aviso_workers.backends import Received, StreamSnapshot
-from aviso_workers.backends.jetstream import faults, readers, snapshots, tls, unreadable, wire
+from aviso_workers.backends.jetstream import faults, snapshots, tls, unreadable, wire
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, NatsConnection, require_subject
 from aviso_workers.backends.jetstream.management import JetStreamManagement
+from aviso_workers.backends.jetstream.readers import JetStreamReaders
 from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import AccountInfo, StreamInfo
 
@@ -96,7 +97,7 @@ class JetStreamAdministration:
         return snapshots.snapshot(self, self._connection, stream)
 
     async def replica_count(self, stream: str, *, filter_subjects: Sequence[str]) -> tuple[str, int]:
-        return await readers.replica_count(self._connection, stream, filter_subjects)
+        return await JetStreamReaders(self._connection).replica_count(stream, filter_subjects=filter_subjects)
 
     async def restore(
         self,
