@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from itertools import takewhile
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -143,7 +143,8 @@ class InMemoryBackend:
 
     async def delete_consumer(self, stream: str, consumer: str) -> None:
         await self.connection.reach()
-        self._account.delete_durable(stream, consumer)
+        self._account.durable(stream, consumer)
+        del self._account.stream(stream).durables[consumer]
         if (stream, consumer) in self._dispatchers:
             self._dispatchers[stream, consumer].end()
 
@@ -185,15 +186,7 @@ class InMemoryBackend:
     async def consumer_names(self, stream: str) -> list[str]:
         return [each.name for each in await self.consumers(stream)]
 
-    async def put_consumer(
-        self,
-        stream: str,
-        consumer: str,
-        config: Mapping[str, Any],
-        *,
-        action: Literal["create", "update"],
-        filter_in_subject: str = "",
-    ) -> ConsumerInfo:
+    async def put_consumer(self, stream: str, consumer: str, config: Mapping[str, Any], **how: Any) -> ConsumerInfo:
         raise RefusedError(NO_SERVER)
 
     async def unpin_consumer(self, stream: str, consumer: str, *, group: str) -> None:
@@ -225,7 +218,14 @@ class InMemoryBackend:
     ) -> AsyncIterator[InMemoryConsumer]:
         await self.connection.reach()
         dispatcher = self._dispatcher(stream, consumer)
-        reader = dispatcher.join(self.connection, deliver=deliver, capacity=capacity, priority=priority)
+        reader = InMemoryConsumer(
+            dispatcher=dispatcher,
+            connection=self.connection,
+            deliver=deliver,
+            capacity=capacity,
+            priority=priority,
+        )
+        dispatcher.join(reader)
         try:
             yield reader
         finally:
@@ -317,13 +317,12 @@ class InMemoryBackend:
         results: list[PubAck | BackendError] = []
         for each in outgoing:
             try:
-                ack = await self.publish(
+                result = await self.publish(
                     each.message, message_id=each.message_id, stream=each.stream, timeout_seconds=timeout_seconds
                 )
+                results.append(result)
             except BackendError as error:
                 results.append(error)
-            else:
-                results.append(ack)
         return results
 
     async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
