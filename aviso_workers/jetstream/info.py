@@ -8,13 +8,14 @@ which has the field's zero value (`fields`) where the server left it out. Durati
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.jetstream import fields
 from aviso_workers.jetstream.fields import Field
@@ -324,18 +325,6 @@ class ConsumerState(dict[str, Any]):
         return int(self["delivered"]["consumer_seq"])
 
 
-class StoredMessage(Struct, frozen=True, kw_only=True):
-    """A message of a stream, as the stream's leader has it."""
-
-    subject: str
-    sequence: int
-    timestamp_ns: int
-    """When it was stored, in nanoseconds since 1970."""
-    header_block: bytes
-    """Its headers as they are on the wire; empty where it has none."""
-    data: bytes
-
-
 class PriorityGroup(Struct, frozen=True, kw_only=True):
     """Readers of a consumer, and which of them is served alone."""
 
@@ -509,15 +498,16 @@ def subject_counts(pages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return counts
 
 
-def message(answer: Mapping[str, Any]) -> StoredMessage:
-    """Return what a server answers to STREAM.MSG.GET."""
+def message(answer: Mapping[str, Any], read_headers: Callable[[bytes], Mapping[str, str]]) -> Message:
+    """Return what a server answers to STREAM.MSG.GET. Headers come as they are on the wire."""
     found = answer["message"]
-    return StoredMessage(
+    block = b64decode(found.get("hdrs", ""))
+    return Message(
         subject=found["subject"],
+        data=b64decode(found.get("data", "")),
+        headers=read_headers(block) if block else None,
         sequence=found["seq"],
         timestamp_ns=_nanoseconds(found["time"]),
-        header_block=b64decode(found.get("hdrs", "")),
-        data=b64decode(found.get("data", "")),
     )
 
 

@@ -1,8 +1,9 @@
 """The JetStream backend: the only folder that knows nats-py.
 
 `connection` owns the connection and `wire` is the short way through it; `publisher`, `fast_batches`, `consumer` and
-`readers` use it, `pull_requests` asks for messages, `faults` says what an error means. `management` has the verbs of
-JetStream's API for streams and consumers, and `admin` asks for what only a server has.
+`readers` use it, `pull_requests` asks for messages, `faults` says what an error means. Each of four modules adds verbs
+to those before: `management` for streams and consumers, `readers` for reading, `admin` for what only a server is asked
+for, `snapshots` for streams as archives.
 """
 
 from __future__ import annotations
@@ -32,13 +33,12 @@ from aviso_workers.backends import (
     buckets,
 )
 from aviso_workers.backends.jetstream import creation
-from aviso_workers.backends.jetstream.admin import JetStreamAdministration
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.consumer import Outbox, PullConsumer
 from aviso_workers.backends.jetstream.fast_batches import Ingester
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.backends.jetstream.publisher import JetStreamPublisher
-from aviso_workers.backends.jetstream.readers import JetStreamReaders
+from aviso_workers.backends.jetstream.snapshots import JetStreamSnapshots
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.jetstream import error_codes, identities, plans
@@ -53,7 +53,7 @@ LIMIT = re.compile(r"limit of (\d+)")
 LEAVE_SECONDS = 2.0
 
 
-class JetStreamBackend(JetStreamReaders):
+class JetStreamBackend(JetStreamSnapshots):
     """See `backends.Backend`. Connected while its `async with` block runs."""
 
     def __init__(
@@ -73,7 +73,6 @@ class JetStreamBackend(JetStreamReaders):
         self._publisher = JetStreamPublisher(connection)
         self._ingester = Ingester(connection, self._publisher)
         self._outbox = Outbox(connection)
-        self._administration = JetStreamAdministration(connection)
         self._made: dict[tuple[str, str], Identity] = {}
         self._marks = True
         """Whether consumers without a mark get one: not where this user may not update a consumer."""
@@ -105,8 +104,8 @@ class JetStreamBackend(JetStreamReaders):
     def at(self, prefix: str) -> JetStreamManagement:
         return JetStreamManagement(self._connection, prefix=prefix) if prefix else self
 
-    def administration(self) -> JetStreamAdministration:
-        return self._administration
+    def administration(self) -> JetStreamSnapshots:
+        return self
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
         found = await creation.create(self._connection, spec)
