@@ -336,7 +336,8 @@ def _choice(node: YamlNode, choices: Iterable[Any], reasons: dict[str, str]) -> 
     if text in reasons:
         raise ValueError(f"is invalid: {reasons[text]}")
     if "otherwise" in reasons:
-        raise ValueError(f"{reasons['otherwise'].format(found=_cut(text))}; expected {expected}")
+        found = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+        raise ValueError(f"{reasons['otherwise'].format(found=found)}; expected {expected}")
     raise ValueError(f"expected {expected}, found {_shown(node)}")
 
 
@@ -357,7 +358,3 @@ def _shown(node: YamlNode) -> str:
     place."""
     value = node.resolved
     return "nothing" if value in (None, "") else _KINDS.get(type(value), "text")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -359,6 +359,17 @@ def jetstream_value(value: Any) -> Any:
             return value
 
 
+_KINDS: dict[object, dict[str, Any]] = {
+    Duration: {"kind": "duration", "zero": 0},
+    bool: {"kind": "flag", "zero": False},
+    datetime: {"kind": "time"},
+    tuple: {"kind": "list", "zero": []},
+    Literal: {"kind": "word"},
+    tuple[Origin, ...]: {"kind": "other"},
+}
+"""The rules of a field that follow from its type, or from what its type is made of."""
+
+
 def _table(declared: type[Struct]) -> dict[str, Field]:
     # Not by msgspec.inspect, which takes a tenth of a second for these two.
     hints = get_type_hints(declared, include_extras=True)
@@ -371,18 +382,9 @@ def _field(name: str, hint: Any) -> Field:
     wanted = next((each for each in get_args(stated) if each is not NoneType), stated)
     if get_origin(wanted) is Annotated:
         wanted = get_args(wanted)[0]
-    if wanted is Duration:
-        return Field(name=name, kind="duration", zero=0, **known)
-    if get_origin(wanted) is tuple and wanted != tuple[Origin, ...]:
-        return Field(name=name, kind="list", zero=[], **known)
-    if wanted is bool:
-        return Field(name=name, kind="flag", zero=False, **known)
-    if wanted is datetime:
-        return Field(name=name, kind="time", **known)
-    if get_origin(wanted) is Literal:
-        return Field(name=name, kind="word", **known)
-    kind = "limit" if known.get("zero") == -1 else "other"
-    return Field(name=name, in_bytes=wanted in (Size, SizeLimit), **{"kind": kind, **known})
+    number: dict[str, Any] = {"kind": "limit" if known.get("zero") == -1 else "other"}
+    rules = _KINDS.get(wanted) or _KINDS.get(get_origin(wanted)) or number
+    return Field(name=name, in_bytes=wanted in (Size, SizeLimit), **{**rules, **known})
 
 
 STREAM = _table(DeclaredStream)
