@@ -278,7 +278,7 @@ def rfc3339(timestamp_ns: int) -> str:
     return f"{text}.{fraction:09d}".rstrip("0").rstrip(".") + "Z"
 
 
-def suggestion(name: str, known: Sequence[str]) -> str:
+def suggestion(name: str, known: Sequence[str], *, all_of_them: str = "there are", none: str = "none") -> str:
     """Return what to say of a name that is not known: the nearest one that is, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
+    return f"did you mean {near[0]!r}?" if near else f"{all_of_them}: {', '.join(known) or none}"

@@ -136,9 +136,11 @@ def _date(value: datetime | int | str, name: str) -> datetime:
         raise InvalidPositionError(f"{name}: negative unix timestamps are not supported, found {text!r}")
     try:
         if re.fullmatch(r"\+?[0-9]+", text, re.ASCII):
-            return _unix_time(text.lstrip("+0") or "0")
+            digits = text.lstrip("+0") or "0"
+            return datetime.fromtimestamp(int(digits) / (1 if len(digits) <= SECONDS_DIGITS else 1000), UTC)
         if re.fullmatch(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})?", text, re.ASCII | re.I):
-            time = datetime.fromisoformat(_microseconds(text.upper()))
+            # Python keeps six digits of a fraction.
+            time = datetime.fromisoformat(re.sub(r"\.(\d{6})\d+", r".\1", text.upper()))
             return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC)
     except (ValueError, OverflowError, OSError) as error:
         raise InvalidPositionError(f"{name}: no such time, {text!r}: {error}") from error
@@ -146,14 +148,3 @@ def _date(value: datetime | int | str, name: str) -> datetime:
         f"{name} must be a date with a time such as 2026-11-20T06:00:00Z, or seconds or milliseconds since 1970, "
         f"found {value!r}"
     )
-
-
-def _unix_time(digits: str) -> datetime:
-    if len(digits) <= SECONDS_DIGITS:
-        return datetime.fromtimestamp(int(digits), UTC)
-    return datetime.fromtimestamp(int(digits) / 1000, UTC)
-
-
-def _microseconds(text: str) -> str:
-    """Return a fraction of any length, cut to the six digits that Python keeps."""
-    return re.sub(r"\.(\d{6})\d+", r".\1", text)

@@ -50,11 +50,6 @@ _POLYGON, _POINT, _POINT_CLOUD = "polygon", "point", "point_cloud"
 _Number = TypeVar("_Number", int, float)
 
 
-def _about(description: str) -> msgspec.Meta:
-    """Return what a field of the configuration means, for editors and the reference."""
-    return msgspec.Meta(description=description)
-
-
 class Span(msgspec.Struct, frozen=True):
     """The numbers from `low` to `high`, both included, asked by their text: `"7" in span`.
 
@@ -82,8 +77,10 @@ class IdentifierRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `required` concerns watches and replays of an aviso-server only; a notification has every field.
     """
 
-    required: Annotated[bool, _about("Whether a watch or replay of an aviso-server must give this field.")]
-    description: Annotated[str | None, _about("Description for people.")] = None
+    required: bool
+    """Whether a watch or replay of an aviso-server must give this field."""
+    description: str | None = None
+    """Description for people."""
 
     def canonical(self, value: str) -> str:
         """Return the one spelling of `value`. Raises ValueError saying what was expected."""
@@ -101,9 +98,8 @@ class IdentifierRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class StringHandler(IdentifierRule, frozen=True, kw_only=True):
     """Any text, stored as it is."""
 
-    max_length: Annotated[
-        Annotated[int, msgspec.Meta(ge=0)] | None, _about("Maximum length, in bytes of UTF-8. Default: no limit.")
-    ] = None
+    max_length: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Maximum length, in bytes of UTF-8. Default: no limit."""
 
     def canonical(self, value: str) -> str:
         if self.max_length is not None and len(value.encode(errors="surrogatepass")) > self.max_length:
@@ -114,7 +110,8 @@ class StringHandler(IdentifierRule, frozen=True, kw_only=True):
 class DateHandler(IdentifierRule, frozen=True, kw_only=True):
     """A day, given as `2025-12-25`, `20251225` or `2025-359` (day of the year)."""
 
-    canonical_format: Annotated[str, _about("Format in which it is stored: %Y%m%d or %Y-%m-%d.")] = "%Y%m%d"
+    canonical_format: str = "%Y%m%d"
+    """Format in which it is stored: %Y%m%d or %Y-%m-%d."""
 
     def canonical(self, value: str) -> str:
         day = read_date(value).isoformat()
@@ -138,7 +135,8 @@ class TimeHandler(IdentifierRule, frozen=True, kw_only=True):
 class EnumHandler(IdentifierRule, frozen=True, kw_only=True):
     """One of `values`, in upper or lower case, and stored in lower case."""
 
-    values: Annotated[tuple[str, ...], _about("Values that the field may have.")]
+    values: tuple[str, ...]
+    """Values that the field may have."""
 
     def canonical(self, value: str) -> str:
         lowered = value.lower()
@@ -164,7 +162,8 @@ class ExpverHandler(IdentifierRule, frozen=True, kw_only=True):
     `default` replaces empty text, not a missing field.
     """
 
-    default: Annotated[str | None, _about("Value that replaces empty text. Default: empty text is refused.")] = None
+    default: str | None = None
+    """Value that replaces empty text. Default: empty text is refused."""
 
     def canonical(self, value: str) -> str:
         given = value or self.default
@@ -179,9 +178,8 @@ class ExpverHandler(IdentifierRule, frozen=True, kw_only=True):
 class IntHandler(IdentifierRule, frozen=True, kw_only=True):
     """A whole number of 64 bits within `range`, stored without a plus sign and leading zeros."""
 
-    range: Annotated[
-        tuple[int, int] | None, _about("Smallest and largest value, both allowed. Default: no limits.")
-    ] = None
+    range: tuple[int, int] | None = None
+    """Smallest and largest value, both allowed. Default: no limits."""
 
     def canonical(self, value: str) -> str:
         return str(_within(self.range, read_int(value)))
@@ -200,9 +198,8 @@ class IntHandler(IdentifierRule, frozen=True, kw_only=True):
 class FloatHandler(IdentifierRule, frozen=True, kw_only=True):
     """A finite number within `range`, stored with the fewest digits and without an exponent."""
 
-    range: Annotated[
-        tuple[float, float] | None, _about("Smallest and largest value, both allowed. Default: no limits.")
-    ] = None
+    range: tuple[float, float] | None = None
+    """Smallest and largest value, both allowed. Default: no limits."""
 
     def canonical(self, value: str) -> str:
         return literals.float_text(_within(self.range, _read_float(value)))
@@ -214,7 +211,12 @@ class FloatHandler(IdentifierRule, frozen=True, kw_only=True):
             texts = frozenset(map(literals.float_text, numbers))
             # Zero is one number, but has two spellings.
             return texts | {"0", "-0"} if 0 in numbers else texts
-        return _span(operator, numbers, read=literals.parse_float, step=_neighbour)
+        return _span(
+            operator,
+            numbers,
+            read=literals.parse_float,
+            step=lambda number, sign: math.nextafter(number, sign * math.inf),
+        )
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         yield from _range_mistakes(self.range)
@@ -234,9 +236,8 @@ class PolygonHandler(IdentifierRule, frozen=True, kw_only=True):
 class PointCloudHandler(IdentifierRule, frozen=True, kw_only=True):
     """At least one point, as a JSON array `[[lat,lon],...]`, stored in headers."""
 
-    max_points: Annotated[
-        Annotated[int, msgspec.Meta(ge=1, le=spatial.MAX_POINTS)], _about("Maximum number of points.")
-    ] = spatial.MAX_POINTS
+    max_points: Annotated[int, msgspec.Meta(ge=1, le=spatial.MAX_POINTS)] = spatial.MAX_POINTS
+    """Maximum number of points."""
 
     def canonical(self, value: object) -> str:
         """Return the JSON text of a point cloud given as such or as an array of pairs. Raises ValueError."""
@@ -262,14 +263,17 @@ Rule = (
 class Topic(msgspec.Struct, frozen=True):
     """The subjects of an event type: a base, which also names the stream, and the fields that follow it, in order."""
 
-    base: Annotated[str, _about("First part of the subjects and, in capital letters, the name of the stream.")]
-    key_order: Annotated[tuple[str, ...], _about("Fields that follow the base in the subject, in this order.")]
+    base: str
+    """First part of the subjects and, in capital letters, the name of the stream."""
+    key_order: tuple[str, ...]
+    """Fields that follow the base in the subject, in this order."""
 
 
 class PayloadRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether a notification must carry a payload."""
 
-    required: Annotated[bool, _about("Refuse notifications without a payload.")]
+    required: bool
+    """Refuse notifications without a payload."""
 
 
 class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,26 +283,29 @@ class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
     and says that nobody has decided it.
     """
 
-    retention_time: Annotated[Duration | None, _about("Age up to which a notification is kept, such as 30d.")] = None
-    max_messages: Annotated[int | None, _about("Number of notifications that the stream keeps.")] = None
-    max_size: Annotated[Size | None, _about("Size that the stream may have, such as 2Gi.")] = None
-    allow_duplicates: Annotated[
-        bool | None, _about("Keep every notification of a topic, and not only the newest. Default: false.")
-    ] = None
-    compression: Annotated[bool | None, _about("Compress the stream on the disk, with S2.")] = None
+    retention_time: Duration | None = None
+    """Age up to which a notification is kept, such as 30d."""
+    max_messages: int | None = None
+    """Number of notifications that the stream keeps."""
+    max_size: Size | None = None
+    """Size that the stream may have, such as 2Gi."""
+    allow_duplicates: bool | None = None
+    """Keep every notification of a topic, and not only the newest. Default: false."""
+    compression: bool | None = None
+    """Compress the stream on the disk, with S2."""
 
 
 class EventType(msgspec.Struct, frozen=True, kw_only=True):
     """One event type of `notification_schema`. Keys that only concern an aviso-server are ignored."""
 
-    identifier: Annotated[dict[str, Rule], _about("Fields that identify a notification, each with its rule.")]
-    topic: Annotated[
-        Topic | None, _about("Parts of the subject. Default: the event type's name and all fields, sorted.")
-    ] = None
-    payload: Annotated[PayloadRule | None, _about("Whether a payload is required. Default: no.")] = None
-    storage_policy: Annotated[
-        StoragePolicy | None, _about("What the stream keeps. Default: the settings of notification_backend.jetstream.")
-    ] = None
+    identifier: dict[str, Rule]
+    """Fields that identify a notification, each with its rule."""
+    topic: Topic | None = None
+    """Parts of the subject. Default: the event type's name and all fields, sorted."""
+    payload: PayloadRule | None = None
+    """Whether a payload is required. Default: no."""
+    storage_policy: StoragePolicy | None = None
+    """What the stream keeps. Default: the settings of notification_backend.jetstream."""
 
     @property
     def allow_duplicates(self) -> bool | None:
@@ -603,8 +610,7 @@ def _storage_mistakes(event_type_name: str, event_type: EventType) -> Iterator[t
     if policy is None:
         return
     if event_type.topic is None:
-        message = f"Schema {event_type_name!r} defines storage_policy but has no topic configuration"
-        yield "storage_policy", message
+        yield "storage_policy", f"Schema {event_type_name!r} defines storage_policy but has no topic configuration"
     for option in ("retention_time", "max_messages", "max_size"):
         value = getattr(policy, option)
         if value is not None and value <= 0:
@@ -631,21 +637,14 @@ def _span(
     first, last = numbers[0], numbers[-1]
     if first > last:
         raise ValueError(f"needs [min, max] after 'between', not [{first}, {last}]")
-    match operator:
-        case "gt":
-            return Span(read, step(first, 1), math.inf)
-        case "gte":
-            return Span(read, first, math.inf)
-        case "lt":
-            return Span(read, -math.inf, step(first, -1))
-        case "lte":
-            return Span(read, -math.inf, first)
-        case _:
-            return Span(read, first, last)
-
-
-def _neighbour(number: float, sign: int) -> float:
-    return math.nextafter(number, sign * math.inf)
+    bounds = {
+        "gt": (step(first, 1), math.inf),
+        "gte": (first, math.inf),
+        "lt": (-math.inf, step(first, -1)),
+        "lte": (-math.inf, first),
+        "between": (first, last),
+    }
+    return Span(read, *bounds[operator])
 
 
 def _within(bounds: tuple[_Number, _Number] | None, number: _Number) -> _Number:

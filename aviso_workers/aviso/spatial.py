@@ -127,10 +127,9 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
     def box(self) -> Box | None:
         """Return the bounding box; None if it is missing or cannot be read."""
-        try:
+        with suppress(ValueError):
             return None if self.bbox is None else Box.parse(self.bbox)
-        except ValueError:
-            return None
+        return None
 
     def polygon(self) -> Polygon | None:
         """Return the polygon; None if it is missing or cannot be read."""
@@ -143,10 +142,9 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
     def cloud(self) -> list[Point]:
         """Return the point cloud; empty if it is missing or cannot be read."""
-        try:
+        with suppress(ValueError):
             return parse_cloud(self.point_cloud)
-        except ValueError:
-            return []
+        return []
 
 
 class Intersecting(msgspec.Struct, frozen=True):

@@ -11,13 +11,12 @@ all numbers where a range is wanted: `schema.Where.matches` decides.
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from string import hexdigits
 
-from aviso_workers.aviso import schema
+from aviso_workers.aviso import literals, schema
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.errors import InvalidIdentifierError, InvalidNotificationError, UndecodableError
 
@@ -125,8 +124,7 @@ def key_of(topic: schema.Topic, fields: Sequence[str], *, of: str = "order_by") 
     what they are."""
     for field in fields:
         if field not in topic.key_order:
-            near = difflib.get_close_matches(field, topic.key_order, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(topic.key_order) or 'nothing'}"
+            hint = literals.suggestion(field, topic.key_order, all_of_them="it has", none="nothing")
             raise InvalidNotificationError(f"{of}: {field!r} is not part of the topic; {hint}")
     positions = [topic.key_order.index(field) + 1 for field in fields]
 

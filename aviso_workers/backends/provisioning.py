@@ -111,7 +111,8 @@ class Provisioner:
             found = await self._backend.stream_info(spec.name)
         except NotFoundError:
             return plans.plan(spec, None, Stored())
-        if not self._removes_replicas and _has_more_replicas(found, spec):
+        wanted = spec.num_replicas
+        if not self._removes_replicas and wanted is not UNSET and found.config.num_replicas > wanted:
             spec = structs.replace(spec, num_replicas=UNSET)
         stored = Stored(
             messages=found.messages,
@@ -202,10 +203,6 @@ class Provisioner:
         self._events.emit(
             StreamProvisioned(stream=plan.stream, action="kept", differences=_texts(differences), refused=refused)
         )
-
-
-def _has_more_replicas(found: StreamInfo, spec: StreamSpec) -> bool:
-    return spec.num_replicas is not UNSET and found.config.num_replicas > spec.num_replicas
 
 
 def _why_not_removed(plan: Plan) -> str:

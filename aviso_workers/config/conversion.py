@@ -41,19 +41,22 @@ _BAD: Any = object()
 """The value of what cannot be read, for which a mistake is noted."""
 
 
-def about(description: str, *, ours: bool = False, **reasons: str) -> Meta:
-    """Return what a field means, which is also shown in editors.
+def about(*, ours: bool = False, **reasons: str) -> Meta:
+    """Return what is to be known of a field beside its type and its docstring, which is also shown in editors.
 
     A field is `ours` where aviso-server, whose section it stands in, does not know it.
 
     `reasons` belongs to a choice: why a value that one might expect is none, and `otherwise`, what to say of the rest.
     Of a number, `bounds` says what it is, where one that is out of bounds was meant as something else.
     """
-    return Meta(description=description, extra={"reasons": reasons, "ours": ours})
+    return Meta(extra={"reasons": reasons, "ours": ours})
+
+
+OURS_ALONE = about(ours=True)
 
 
 def _extra(type_: inspect.Type) -> dict[str, Any]:
-    """Return what `about` says of a field beyond its description."""
+    """Return what `about` says of a field."""
     return (isinstance(type_, inspect.Metadata) and type_.extra) or {}
 
 
@@ -333,7 +336,8 @@ def _choice(node: YamlNode, choices: Iterable[Any], reasons: dict[str, str]) -> 
     if text in reasons:
         raise ValueError(f"is invalid: {reasons[text]}")
     if "otherwise" in reasons:
-        raise ValueError(f"{reasons['otherwise'].format(found=_cut(text))}; expected {expected}")
+        found = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+        raise ValueError(f"{reasons['otherwise'].format(found=found)}; expected {expected}")
     raise ValueError(f"expected {expected}, found {_shown(node)}")
 
 
@@ -354,7 +358,3 @@ def _shown(node: YamlNode) -> str:
     place."""
     value = node.resolved
     return "nothing" if value in (None, "") else _KINDS.get(type(value), "text")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

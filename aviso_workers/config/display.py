@@ -4,19 +4,25 @@ types as a file has them.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import yaml
 from msgspec import Struct
 
+from aviso_workers.aviso import schema
 from aviso_workers.aviso.literals import Duration, Size, SizeLimit
+from aviso_workers.config import nats_server, settings
 from aviso_workers.config.documents import keys_of, resolved
 from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls, address_only, without_user
 from aviso_workers.config.settings import Config, Document
+from aviso_workers.jetstream import fields
 
 _LITERALS: dict[type, dict[str, Any]] = {
     Duration: {"type": "string", "pattern": r"^\s*[0-9]+[smhdwSMHDW]\s*$"},
@@ -38,11 +44,37 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a configuration file."""
     written = msgspec.json.schema(Document, schema_hook=_LITERALS.__getitem__)
     written = msgspec.json.decode(msgspec.json.encode(written))  # a default that is a tuple is a list
+    modules = (settings, nats_server, fields, schema)
+    structs = {name: each for module in modules for name, each in vars(module).items() if isinstance(each, type)}
+    for name, definition in written["$defs"].items():
+        said = descriptions(structs[name])
+        definition["properties"] = {
+            key: {"description": said[key], **found} if key in said else found
+            for key, found in definition["properties"].items()
+        }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Configuration of aviso-workers",
         **written,
     }
+
+
+def descriptions(struct: type[Struct]) -> dict[str, str]:
+    """Return the docstrings below the fields of a Struct and of those that it is made of, by field, as one line each.
+
+    They are read from its source, as Python does not keep them.
+    """
+    found: dict[str, str] = {}
+    for each in reversed(
+        [base for base in struct.__mro__ if base.__module__.startswith(__package__.partition(".")[0])]
+    ):
+        (class_,) = ast.parse(inspect.getsource(each)).body
+        assert isinstance(class_, ast.ClassDef)
+        for field, below in pairwise(class_.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+    return found
 
 
 def effective(config: Config, *, agents: Mapping[str, type[Struct]] | None = None) -> list[tuple[str, Any, str]]:

@@ -63,14 +63,9 @@ def stated_by_aviso(name: str, event_type: EventType, jetstream: JetStream) -> d
         "storage": (jetstream.storage_type, f"{backend}.storage_type"),
         "retention": (jetstream.retention_policy, f"{backend}.retention_policy"),
         "discard": (jetstream.discard_policy, f"{backend}.discard_policy"),
-        "max_msgs": _first(
-            (policy.max_messages, f"{policies}.max_messages"), (jetstream.max_messages, f"{backend}.max_messages")
-        ),
-        "max_bytes": _first((policy.max_size, f"{policies}.max_size"), (jetstream.max_bytes, f"{backend}.max_bytes")),
-        "max_age": _first(
-            (policy.retention_time, f"{policies}.retention_time"),
-            (jetstream.retention_time, f"{backend}.retention_time"),
-        ),
+        "max_msgs": (jetstream.max_messages, f"{backend}.max_messages"),
+        "max_bytes": (jetstream.max_bytes, f"{backend}.max_bytes"),
+        "max_age": (jetstream.retention_time, f"{backend}.retention_time"),
         "max_msgs_per_subject": (-1 if policy.allow_duplicates else 1, f"{policies}.allow_duplicates"),
         "num_replicas": (jetstream.replicas, f"{backend}.replicas"),
         "compression": (
@@ -78,6 +73,9 @@ def stated_by_aviso(name: str, event_type: EventType, jetstream: JetStream) -> d
             f"{policies}.compression",
         ),
     }
+    for field, key in {"max_msgs": "max_messages", "max_bytes": "max_size", "max_age": "retention_time"}.items():
+        if value := getattr(policy, key):
+            stated[field] = value, f"{policies}.{key}"
     return {field: (jetstream_value(value), key) for field, (value, key) in stated.items() if value is not None}
 
 
@@ -123,10 +121,6 @@ def own_stream(name: str, subject: str, config: Config, **stated: Any) -> Stream
         num_replicas=config.workers.dead_letters.replicas or jetstream.replicas or UNSET,
         **stated,
     )
-
-
-def _first(above: tuple[Any, str], below: tuple[Any, str]) -> tuple[Any, str]:
-    return above if above[0] else below
 
 
 def mistakes(

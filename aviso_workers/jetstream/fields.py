@@ -75,237 +75,155 @@ Said = Annotated[str, Meta(max_length=LONGEST_SAID)]
 """What such a record says in words."""
 
 
-def about(description: str, **known: Any) -> Meta:
-    """Return what a field is, for people, and what else its `Field` says."""
-    return Meta(description=description, extra={"field": known})
+def about(**known: Any) -> Meta:
+    """Return what the `Field` of a field says beside what its type does."""
+    return Meta(extra={"field": known})
 
 
 class Placement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The servers that may hold the replicas of a stream."""
 
-    cluster: Annotated[
-        Text | None, about("Name of the cluster. Default: the cluster of the client that creates the stream.")
-    ] = None
-    tags: Annotated[tuple[Text, ...], about("Tags that a server must have, all of them, such as az:1.")] = ()
+    cluster: Text | None = None
+    """Name of the cluster. Default: the cluster of the client that creates the stream."""
+    tags: tuple[Text, ...] = ()
+    """Tags that a server must have, all of them, such as az:1."""
 
 
 class Republish(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Publishing of stored messages once more, for subscribers without JetStream."""
 
-    src: Annotated[Text, about("Subjects of the messages, with wildcards.")] = ">"
-    dest: Annotated[Text, about("Subject to publish them to. It takes over the wildcards, as in copy.>.")]
-    headers_only: Annotated[bool, about("Without the payloads: only the headers.")] = False
+    src: Text = ">"
+    """Subjects of the messages, with wildcards."""
+    dest: Text
+    """Subject to publish them to. It takes over the wildcards, as in copy.>."""
+    headers_only: bool = False
+    """Without the payloads: only the headers."""
 
 
 class SubjectTransform(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A subject under which messages are stored instead of the one they were published to."""
 
-    src: Annotated[Text, about("Subjects of the messages, with wildcards.")] = ">"
-    dest: Annotated[Text, about("Subject to store them under, such as stored.>.")]
+    src: Text = ">"
+    """Subjects of the messages, with wildcards."""
+    dest: Text
+    """Subject to store them under, such as stored.>."""
 
 
 class External(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The domain or account of a stream that is followed."""
 
-    api: Annotated[Text, about("Prefix of its JetStream API, such as $JS.hub.API for the domain hub.")]
-    deliver: Annotated[Text | None, about("Prefix of the subjects on which another account delivers the messages.")] = (
-        None
-    )
+    api: Text
+    """Prefix of its JetStream API, such as $JS.hub.API for the domain hub."""
+    deliver: Text | None = None
+    """Prefix of the subjects on which another account delivers the messages."""
 
 
 class Origin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A stream that a mirror follows, or whose messages are stored in this one too."""
 
-    name: Annotated[Text, about("Name of that stream.")]
-    external: Annotated[
-        External | None, about("Domain or account of that stream. Default: the same as of this one.")
-    ] = None
-    filter_subject: Annotated[Text | None, about("Subjects of the messages to take, with wildcards. Default: all.")] = (
-        None
-    )
-    subject_transforms: Annotated[
-        tuple[SubjectTransform, ...] | None,
-        about("Subjects of the messages to take, and the subjects to store them under."),
-    ] = None
-    opt_start_seq: Annotated[Positive | None, about("Sequence at which to begin. Default: the first.")] = None
-    opt_start_time: Annotated[Time | None, about("Time at which to begin, such as 2026-11-20T06:00:00Z.")] = None
+    name: Text
+    """Name of that stream."""
+    external: External | None = None
+    """Domain or account of that stream. Default: the same as of this one."""
+    filter_subject: Text | None = None
+    """Subjects of the messages to take, with wildcards. Default: all."""
+    subject_transforms: tuple[SubjectTransform, ...] | None = None
+    """Subjects of the messages to take, and the subjects to store them under."""
+    opt_start_seq: Positive | None = None
+    """Sequence at which to begin. Default: the first."""
+    opt_start_time: Time | None = None
+    """Time at which to begin, such as 2026-11-20T06:00:00Z."""
 
 
 class ConsumerLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of the stream's consumers, which are also their defaults."""
 
-    inactive_threshold: Annotated[
-        Duration | None, about("Time without use after which a consumer is removed, such as 1h.")
-    ] = None
-    max_ack_pending: Annotated[Limit | None, about("Maximum number of deliveries without acknowledgement.")] = None
+    inactive_threshold: Duration | None = None
+    """Time without use after which a consumer is removed, such as 1h."""
+    max_ack_pending: Limit | None = None
+    """Maximum number of deliveries without acknowledgement."""
 
 
 class DeclaredConsumer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A durable consumer for a program that is not an agent. Agents create their own consumers."""
 
-    description: Annotated[str | None, about("Description for people.")] = None
-    filter_subjects: Annotated[
-        tuple[Text, ...] | None,
-        about("Subjects of the messages to deliver, with wildcards; [] is all. Default: all.", nothing="everything"),
-    ] = None
+    description: str | None = None
+    """Description for people."""
+    filter_subjects: Annotated[tuple[Text, ...] | None, about(nothing="everything")] = None
+    """Subjects of the messages to deliver, with wildcards; [] is all. Default: all."""
     deliver_policy: Annotated[
         Literal["all", "last", "new", "by_start_sequence", "by_start_time", "last_per_subject"] | None,
-        about(
-            "Where the consumer begins. Default: all, which is the first message.", zero="all", change="when created"
-        ),
+        about(zero="all", change="when created"),
     ] = None
+    """Where the consumer begins. Default: all, which is the first message."""
     opt_start_seq: Annotated[
-        Positive | None,
-        about(
-            "Sequence at which by_start_sequence begins.",
-            change="when created",
-            needs_deliver_policy="by_start_sequence",
-        ),
+        Positive | None, about(change="when created", needs_deliver_policy="by_start_sequence")
     ] = None
-    opt_start_time: Annotated[
-        Time | None,
-        about(
-            "Time at which by_start_time begins, such as 2026-11-20T06:00:00Z.",
-            change="when created",
-            needs_deliver_policy="by_start_time",
-        ),
-    ] = None
-    ack_policy: Annotated[
-        Literal["explicit", "all", "none"] | None,
-        about(
-            "explicit: each message is acknowledged by itself; all: together with those before it; none: not "
-            "at all. Default: explicit.",
-            change="when created",
-        ),
-    ] = None
-    ack_wait: Annotated[
-        Duration | None, about("Time after which a message without acknowledgement is delivered again. Default: 30s.")
-    ] = None
-    backoff: Annotated[
-        tuple[Duration, ...] | None,
-        about(
-            "Times instead of ack_wait, one for each delivery. The last one also applies to all further deliveries.",
-            nothing="none",
-        ),
-    ] = None
-    max_deliver: Annotated[
-        Limit | None,
-        about(
-            "Maximum number of deliveries of a message; -1 means no limit. Default: no limit.", zero=-1, kind="other"
-        ),
-    ] = None
-    max_ack_pending: Annotated[
-        Limit | None,
-        about(
-            "Maximum number of deliveries without acknowledgement; -1 means no limit. Default: 1000.",
-            zero=-1,
-            kind="other",
-        ),
-    ] = None
-    replay_policy: Annotated[
-        Literal["instant", "original"] | None,
-        about(
-            "instant: deliver messages at once; original: at the pace at which they were stored. Default: instant.",
-            zero="instant",
-            change="when created",
-        ),
-    ] = None
-    sample_freq: Annotated[
-        Annotated[int, Meta(ge=0, le=100)] | None,
-        about("Percentage of the acknowledgements of which the server publishes advisories. Default: 0."),
-    ] = None
-    headers_only: Annotated[bool | None, about("Without the payloads: only the headers.")] = None
-    inactive_threshold: Annotated[
-        Duration | None,
-        about(
-            "Time without use after which the server removes the consumer; 0s is never. Default: never.",
-            nothing="unlimited",
-        ),
-    ] = None
-    pause_until: Annotated[
-        Time | None, about("Time before which nothing is delivered. A time in the past ends a pause.")
-    ] = None
-    num_replicas: Annotated[
-        Count | None, about("Number of replicas of its state; 0 is as many as the stream has. Default: 0.", zero=0)
-    ] = None
-    mem_storage: Annotated[bool | None, about("Keep its state in memory, and not on disk.", change="when created")] = (
-        None
-    )
-    metadata: Annotated[dict[str, str] | None, about("Metadata of your own, by name. Entries of others stay.")] = None
+    """Sequence at which by_start_sequence begins."""
+    opt_start_time: Annotated[Time | None, about(change="when created", needs_deliver_policy="by_start_time")] = None
+    """Time at which by_start_time begins, such as 2026-11-20T06:00:00Z."""
+    ack_policy: Annotated[Literal["explicit", "all", "none"] | None, about(change="when created")] = None
+    """explicit: each message is acknowledged by itself; all: together with those before it; none: not at all. Default:
+    explicit."""
+    ack_wait: Duration | None = None
+    """Time after which a message without acknowledgement is delivered again. Default: 30s."""
+    backoff: Annotated[tuple[Duration, ...] | None, about(nothing="none")] = None
+    """Times instead of ack_wait, one for each delivery. The last one also applies to all further deliveries."""
+    max_deliver: Annotated[Limit | None, about(zero=-1, kind="other")] = None
+    """Maximum number of deliveries of a message; -1 means no limit. Default: no limit."""
+    max_ack_pending: Annotated[Limit | None, about(zero=-1, kind="other")] = None
+    """Maximum number of deliveries without acknowledgement; -1 means no limit. Default: 1000."""
+    replay_policy: Annotated[Literal["instant", "original"] | None, about(zero="instant", change="when created")] = None
+    """instant: deliver messages at once; original: at the pace at which they were stored. Default: instant."""
+    sample_freq: Annotated[int, Meta(ge=0, le=100)] | None = None
+    """Percentage of the acknowledgements of which the server publishes advisories. Default: 0."""
+    headers_only: bool | None = None
+    """Without the payloads: only the headers."""
+    inactive_threshold: Annotated[Duration | None, about(nothing="unlimited")] = None
+    """Time without use after which the server removes the consumer; 0s is never. Default: never."""
+    pause_until: Time | None = None
+    """Time before which nothing is delivered. A time in the past ends a pause."""
+    num_replicas: Annotated[Count | None, about(zero=0)] = None
+    """Number of replicas of its state; 0 is as many as the stream has. Default: 0."""
+    mem_storage: Annotated[bool | None, about(change="when created")] = None
+    """Keep its state in memory, and not on disk."""
+    metadata: dict[str, str] | None = None
+    """Metadata of your own, by name. Entries of others stay."""
 
     # Pull consumers.
-    max_waiting: Annotated[
-        Positive | None,
-        about(
-            "Maximum number of waiting pull requests. Default: 512.", zero=0, change="when created", only_pulled=True
-        ),
-    ] = None
-    max_batch: Annotated[
-        Positive | None,
-        about("Maximum number of messages that one pull request may ask for. Default: no limit.", only_pulled=True),
-    ] = None
-    max_expires: Annotated[
-        Duration | None, about("Maximum time for which a pull request may wait. Default: no limit.", only_pulled=True)
-    ] = None
-    max_bytes: Annotated[
-        Size | None,
-        about(
-            "Maximum size of the messages that one pull request may ask for, such as 4Mi. Default: no limit.",
-            zero=-1,
-            only_pulled=True,
-        ),
-    ] = None
+    max_waiting: Annotated[Positive | None, about(zero=0, change="when created", only_pulled=True)] = None
+    """Maximum number of waiting pull requests. Default: 512."""
+    max_batch: Annotated[Positive | None, about(only_pulled=True)] = None
+    """Maximum number of messages that one pull request may ask for. Default: no limit."""
+    max_expires: Annotated[Duration | None, about(only_pulled=True)] = None
+    """Maximum time for which a pull request may wait. Default: no limit."""
+    max_bytes: Annotated[Size | None, about(zero=-1, only_pulled=True)] = None
+    """Maximum size of the messages that one pull request may ask for, such as 4Mi. Default: no limit."""
     priority_groups: Annotated[
-        tuple[Text, ...] | None,
-        about(
-            "Names of priority groups, of which each pull request names one.",
-            nothing="none",
-            needs=("priority_policy",),
-            only_pulled=True,
-        ),
+        tuple[Text, ...] | None, about(nothing="none", needs=("priority_policy",), only_pulled=True)
     ] = None
+    """Names of priority groups, of which each pull request names one."""
     priority_policy: Annotated[
-        Literal["overflow", "pinned_client", "prioritized"] | None,
-        about(
-            "How pull requests of a group are served. overflow: only if their thresholds are reached; "
-            "pinned_client: those of one client, until it is silent; prioritized: those of the lowest "
-            "priority number first.",
-            zero="none",
-            needs=("priority_groups",),
-        ),
+        Literal["overflow", "pinned_client", "prioritized"] | None, about(zero="none", needs=("priority_groups",))
     ] = None
-    priority_timeout: Annotated[
-        Duration | None,
-        about("Time without pull requests after which another client is pinned.", needs=("priority_policy",)),
-    ] = None
+    """How pull requests of a group are served. overflow: only if their thresholds are reached; pinned_client: those of
+    one client, until it is silent; prioritized: those of the lowest priority number first."""
+    priority_timeout: Annotated[Duration | None, about(needs=("priority_policy",))] = None
+    """Time without pull requests after which another client is pinned."""
 
     # Push consumers.
-    deliver_subject: Annotated[
-        Text | None, about("Subject to which messages are pushed. Default: clients pull them.")
-    ] = None
-    deliver_group: Annotated[
-        Text | None, about("Queue group whose members share the pushed messages.", needs=("deliver_subject",))
-    ] = None
-    flow_control: Annotated[
-        bool | None,
-        about(
-            "Pause for clients that are slow. It needs idle_heartbeat.",
-            change="when created",
-            needs=("deliver_subject", "idle_heartbeat"),
-        ),
-    ] = None
-    idle_heartbeat: Annotated[
-        Duration | None,
-        about(
-            "Time without a message after which a heartbeat is sent, such as 15s.",
-            change="when created",
-            needs=("deliver_subject",),
-        ),
-    ] = None
-    rate_limit_bps: Annotated[
-        Count | None,
-        about("Maximum rate, in bits per second; 0 means no limit. Default: no limit.", needs=("deliver_subject",)),
-    ] = None
+    deliver_subject: Text | None = None
+    """Subject to which messages are pushed. Default: clients pull them."""
+    deliver_group: Annotated[Text | None, about(needs=("deliver_subject",))] = None
+    """Queue group whose members share the pushed messages."""
+    flow_control: Annotated[bool | None, about(change="when created", needs=("deliver_subject", "idle_heartbeat"))] = (
+        None
+    )
+    """Pause for clients that are slow. It needs idle_heartbeat."""
+    idle_heartbeat: Annotated[Duration | None, about(change="when created", needs=("deliver_subject",))] = None
+    """Time without a message after which a heartbeat is sent, such as 15s."""
+    rate_limit_bps: Annotated[Count | None, about(needs=("deliver_subject",))] = None
+    """Maximum rate, in bits per second; 0 means no limit. Default: no limit."""
 
 
 class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -313,147 +231,75 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     its default holds for a new stream. A limit of -1, `unlimited` or 0s means no limit.
     """
 
-    description: Annotated[str | None, about("Description for people.")] = None
-    subjects: Annotated[
-        tuple[Text, ...] | None,
-        about(
-            "Subjects of the messages that it stores, with wildcards. Default: the stream's name.",
-            nothing="everything",
-            of_origin=True,
-        ),
-    ] = None
-    storage: Annotated[
-        Literal["file", "memory"] | None,
-        about("Storage: on disk (file), or in memory. Default: file.", zero="file", change="when created"),
-    ] = None
-    retention: Annotated[
-        Literal["limits", "interest", "workqueue"] | None,
-        about(
-            "When a message is removed. limits: at the limits; interest: also once every consumer has "
-            "acknowledged it; workqueue: also once one consumer has. Default: limits.",
-            zero="limits",
-        ),
-    ] = None
-    discard: Annotated[
-        Literal["old", "new"] | None,
-        about(
-            "What a full stream does with a new message. old: remove old messages for it; new: refuse it. "
-            "Default: old.",
-            zero="old",
-        ),
-    ] = None
-    discard_new_per_subject: Annotated[
-        bool | None,
-        about(
-            "Also refuse a new message if its subject has max_msgs_per_subject messages. It needs discard: new.",
-            excludes={"discard": ("old",)},
-        ),
-    ] = None
-    max_msgs: Annotated[Limit | None, about("Maximum number of messages. Default: no limit.", zero=-1)] = None
-    max_bytes: Annotated[
-        SizeLimit | None, about("Maximum size of the stream, such as 2Gi. Default: no limit.", zero=-1)
-    ] = None
-    max_age: Annotated[
-        Duration | None,
-        about("Age up to which a message is kept, such as 30d. Default: no limit.", nothing="unlimited"),
-    ] = None
-    max_msgs_per_subject: Annotated[
-        Limit | None, about("Maximum number of messages of one subject. Default: no limit.", zero=-1)
-    ] = None
-    max_msg_size: Annotated[
-        SizeLimit | None, about("Maximum size of one message, such as 1Mi. Default: no limit.", zero=-1)
-    ] = None
-    max_consumers: Annotated[Limit | None, about("Maximum number of consumers. Default: no limit.", zero=-1)] = None
-    num_replicas: Annotated[
-        Annotated[int, Meta(ge=1, le=5)] | None, about("Number of replicas in the cluster. Default: 1.", zero=1)
-    ] = None
-    placement: Annotated[
-        Placement | None, about("Servers that may hold the replicas; {} is any server. Default: any server.")
-    ] = None
-    compression: Annotated[
-        Literal["none", "s2"] | None, about("Compression on the disk. Default: none.", zero="none")
-    ] = None
-    duplicate_window: Annotated[
-        Duration | None,
-        about(
-            "Time for which message ids are known, so that repeats are stored once; at most max_age. Default: 2m.",
-            nothing="unlimited",
-            of_origin=True,
-        ),
-    ] = None
-    mirror: Annotated[
-        Origin | None,
-        about(
-            "Stream to mirror, with its sequences. A mirror takes no publishes. It can be set only when the "
-            "stream is created.",
-            change="when created",
-        ),
-    ] = None
-    sources: Annotated[
-        tuple[Origin, ...] | None,
-        about("Streams whose messages are stored in this one too; [] is none. Default: none.", of_origin=True),
-    ] = None
-    first_seq: Annotated[
-        Positive | None,
-        about(
-            "Sequence of the first message. It can be set only when the stream is created. Default: 1.",
-            change="when created",
-            of_origin=True,
-        ),
-    ] = None
+    description: str | None = None
+    """Description for people."""
+    subjects: Annotated[tuple[Text, ...] | None, about(nothing="everything", of_origin=True)] = None
+    """Subjects of the messages that it stores, with wildcards. Default: the stream's name."""
+    storage: Annotated[Literal["file", "memory"] | None, about(zero="file", change="when created")] = None
+    """Storage: on disk (file), or in memory. Default: file."""
+    retention: Annotated[Literal["limits", "interest", "workqueue"] | None, about(zero="limits")] = None
+    """When a message is removed. limits: at the limits; interest: also once every consumer has acknowledged it;
+    workqueue: also once one consumer has. Default: limits."""
+    discard: Annotated[Literal["old", "new"] | None, about(zero="old")] = None
+    """What a full stream does with a new message. old: remove old messages for it; new: refuse it. Default: old."""
+    discard_new_per_subject: Annotated[bool | None, about(excludes={"discard": ("old",)})] = None
+    """Also refuse a new message if its subject has max_msgs_per_subject messages. It needs discard: new."""
+    max_msgs: Annotated[Limit | None, about(zero=-1)] = None
+    """Maximum number of messages. Default: no limit."""
+    max_bytes: Annotated[SizeLimit | None, about(zero=-1)] = None
+    """Maximum size of the stream, such as 2Gi. Default: no limit."""
+    max_age: Annotated[Duration | None, about(nothing="unlimited")] = None
+    """Age up to which a message is kept, such as 30d. Default: no limit."""
+    max_msgs_per_subject: Annotated[Limit | None, about(zero=-1)] = None
+    """Maximum number of messages of one subject. Default: no limit."""
+    max_msg_size: Annotated[SizeLimit | None, about(zero=-1)] = None
+    """Maximum size of one message, such as 1Mi. Default: no limit."""
+    max_consumers: Annotated[Limit | None, about(zero=-1)] = None
+    """Maximum number of consumers. Default: no limit."""
+    num_replicas: Annotated[Annotated[int, Meta(ge=1, le=5)] | None, about(zero=1)] = None
+    """Number of replicas in the cluster. Default: 1."""
+    placement: Placement | None = None
+    """Servers that may hold the replicas; {} is any server. Default: any server."""
+    compression: Annotated[Literal["none", "s2"] | None, about(zero="none")] = None
+    """Compression on the disk. Default: none."""
+    duplicate_window: Annotated[Duration | None, about(nothing="unlimited", of_origin=True)] = None
+    """Time for which message ids are known, so that repeats are stored once; at most max_age. Default: 2m."""
+    mirror: Annotated[Origin | None, about(change="when created")] = None
+    """Stream to mirror, with its sequences. A mirror takes no publishes. It can be set only when the stream is
+    created."""
+    sources: Annotated[tuple[Origin, ...] | None, about(of_origin=True)] = None
+    """Streams whose messages are stored in this one too; [] is none. Default: none."""
+    first_seq: Annotated[Positive | None, about(change="when created", of_origin=True)] = None
+    """Sequence of the first message. It can be set only when the stream is created. Default: 1."""
     subject_transform: Annotated[
-        SubjectTransform | None,
-        about(
-            "Store messages under another subject.",
-            of_origin=True,
-            not_for_events="agents find notifications by their subject",
-        ),
+        SubjectTransform | None, about(of_origin=True, not_for_events="agents find notifications by their subject")
     ] = None
-    republish: Annotated[Republish | None, about("Publish stored messages again, to another subject.")] = None
-    consumer_limits: Annotated[
-        ConsumerLimits | None, about("Limits of the stream's consumers, which are also their defaults.")
-    ] = None
-    metadata: Annotated[dict[str, str] | None, about("Metadata of your own, by name. Entries of others stay.")] = None
-    no_ack: Annotated[
-        bool | None,
-        about(
-            "Do not acknowledge publishes. Default: false.", not_for_events="publishing waits for the acknowledgement"
-        ),
-    ] = None
-    allow_direct: Annotated[
-        bool | None, about("Let every replica answer requests for a message, and not only the leader.")
-    ] = None
-    mirror_direct: Annotated[bool | None, about("Let a mirror answer requests for messages of its origin.")] = None
-    allow_rollup_hdrs: Annotated[
-        bool | None,
-        about(
-            "Let a message with the header Nats-Rollup replace all messages before it. Default: false.",
-            excludes={"deny_purge": (True,)},
-        ),
-    ] = None
-    allow_msg_ttl: Annotated[
-        bool | None,
-        about(
-            "Let a message set how long it is kept. It cannot be switched off again. Default: false.", change="only on"
-        ),
-    ] = None
-    subject_delete_marker_ttl: Annotated[
-        Duration | None, about("Time for which a marker says that the last message of a subject has expired.")
-    ] = None
+    """Store messages under another subject."""
+    republish: Republish | None = None
+    """Publish stored messages again, to another subject."""
+    consumer_limits: ConsumerLimits | None = None
+    """Limits of the stream's consumers, which are also their defaults."""
+    metadata: dict[str, str] | None = None
+    """Metadata of your own, by name. Entries of others stay."""
+    no_ack: Annotated[bool | None, about(not_for_events="publishing waits for the acknowledgement")] = None
+    """Do not acknowledge publishes. Default: false."""
+    allow_direct: bool | None = None
+    """Let every replica answer requests for a message, and not only the leader."""
+    mirror_direct: bool | None = None
+    """Let a mirror answer requests for messages of its origin."""
+    allow_rollup_hdrs: Annotated[bool | None, about(excludes={"deny_purge": (True,)})] = None
+    """Let a message with the header Nats-Rollup replace all messages before it. Default: false."""
+    allow_msg_ttl: Annotated[bool | None, about(change="only on")] = None
+    """Let a message set how long it is kept. It cannot be switched off again. Default: false."""
+    subject_delete_marker_ttl: Duration | None = None
+    """Time for which a marker says that the last message of a subject has expired."""
     allow_msg_schedules: Annotated[
-        bool | None,
-        about(
-            "Let a message set when it is published. It cannot be switched off again. Default: false.",
-            change="only on",
-            excludes={"discard": ("new",)},
-            of_origin=True,
-            since=(2, 12),
-        ),
+        bool | None, about(change="only on", excludes={"discard": ("new",)}, of_origin=True, since=(2, 12))
     ] = None
+    """Let a message set when it is published. It cannot be switched off again. Default: false."""
     allow_msg_counter: Annotated[
         bool | None,
         about(
-            "Make every subject a counter. It can be set only when the stream is created. Default: false.",
             change="when created",
             excludes={"retention": ("interest", "workqueue"), "discard": ("new",), "allow_msg_ttl": (True,)},
             of_origin=True,
@@ -461,27 +307,14 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             since=(2, 12),
         ),
     ] = None
-    allow_atomic: Annotated[
-        bool | None,
-        about(
-            "Accept atomic batches, of which all messages are stored or none. Default: false.",
-            of_origin=True,
-            since=(2, 12),
-        ),
-    ] = None
-    allow_batched: Annotated[
-        bool | None,
-        about(
-            "Accept fast batches, which are acknowledged together and not message by message. Default: false.",
-            of_origin=True,
-            since=(2, 14),
-        ),
-    ] = None
+    """Make every subject a counter. It can be set only when the stream is created. Default: false."""
+    allow_atomic: Annotated[bool | None, about(of_origin=True, since=(2, 12))] = None
+    """Accept atomic batches, of which all messages are stored or none. Default: false."""
+    allow_batched: Annotated[bool | None, about(of_origin=True, since=(2, 14))] = None
+    """Accept fast batches, which are acknowledged together and not message by message. Default: false."""
     persist_mode: Annotated[
         Literal["default", "async"] | None,
         about(
-            "async: acknowledge a message before it is written to disk. It can be set only when the stream is "
-            "created. Default: default.",
             zero="default",
             change="when created",
             excludes={"allow_atomic": (True,), "storage": ("memory",)},
@@ -489,22 +322,16 @@ class DeclaredStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             since=(2, 12),
         ),
     ] = None
-    deny_delete: Annotated[
-        bool | None,
-        about("Refuse to delete messages. It cannot be switched off again. Default: false.", change="only on"),
-    ] = None
-    deny_purge: Annotated[
-        bool | None,
-        about("Refuse to purge messages. It cannot be switched off again. Default: false.", change="only on"),
-    ] = None
-    sealed: Annotated[
-        bool | None,
-        about(
-            "Refuse every change of the stored messages. It cannot be switched off again. Default: false.",
-            change="only on",
-        ),
-    ] = None
-    consumers: Annotated[dict[str, DeclaredConsumer], about("Durable consumers by name.")] = {}
+    """async: acknowledge a message before it is written to disk. It can be set only when the stream is created.
+    Default: default."""
+    deny_delete: Annotated[bool | None, about(change="only on")] = None
+    """Refuse to delete messages. It cannot be switched off again. Default: false."""
+    deny_purge: Annotated[bool | None, about(change="only on")] = None
+    """Refuse to purge messages. It cannot be switched off again. Default: false."""
+    sealed: Annotated[bool | None, about(change="only on")] = None
+    """Refuse every change of the stored messages. It cannot be switched off again. Default: false."""
+    consumers: dict[str, DeclaredConsumer] = {}
+    """Durable consumers by name."""
 
 
 def as_jetstream(declared: Struct | None) -> dict[str, Any]:
@@ -532,29 +359,32 @@ def jetstream_value(value: Any) -> Any:
             return value
 
 
+_KINDS: dict[object, dict[str, Any]] = {
+    Duration: {"kind": "duration", "zero": 0},
+    bool: {"kind": "flag", "zero": False},
+    datetime: {"kind": "time"},
+    tuple: {"kind": "list", "zero": []},
+    Literal: {"kind": "word"},
+    tuple[Origin, ...]: {"kind": "other"},
+}
+"""The rules of a field that follow from its type, or from what its type is made of."""
+
+
 def _table(declared: type[Struct]) -> dict[str, Field]:
     # Not by msgspec.inspect, which takes a tenth of a second for these two.
     hints = get_type_hints(declared, include_extras=True)
-    return {name: _field(name, *get_args(hint)) for name, hint in hints.items()}
+    return {name: _field(name, hint) for name, hint in hints.items()}
 
 
-def _field(name: str, stated: Any, meta: Meta) -> Field:
-    known = dict((meta.extra or {})["field"])
+def _field(name: str, hint: Any) -> Field:
+    stated, meta = get_args(hint) if get_origin(hint) is Annotated else (hint, about())
+    known = (meta.extra or {})["field"]
     wanted = next((each for each in get_args(stated) if each is not NoneType), stated)
     if get_origin(wanted) is Annotated:
         wanted = get_args(wanted)[0]
-    if wanted is Duration:
-        return Field(name=name, kind="duration", zero=0, **known)
-    if get_origin(wanted) is tuple and wanted != tuple[Origin, ...]:
-        return Field(name=name, kind="list", zero=[], **known)
-    if wanted is bool:
-        return Field(name=name, kind="flag", zero=False, **known)
-    if wanted is datetime:
-        return Field(name=name, kind="time", **known)
-    if get_origin(wanted) is Literal:
-        return Field(name=name, kind="word", **known)
-    kind = "limit" if known.get("zero") == -1 else "other"
-    return Field(name=name, in_bytes=wanted in (Size, SizeLimit), **{"kind": kind, **known})
+    number: dict[str, Any] = {"kind": "limit" if known.get("zero") == -1 else "other"}
+    rules = _KINDS.get(wanted) or _KINDS.get(get_origin(wanted)) or number
+    return Field(name=name, in_bytes=wanted in (Size, SizeLimit), **{**rules, **known})
 
 
 STREAM = _table(DeclaredStream)

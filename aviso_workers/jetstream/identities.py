@@ -91,13 +91,8 @@ def reader_names(owner: str, stream: str) -> tuple[str, ...]:
     The names contain no `__`, as those of agents' consumers do. An app's name is followed by the number alone, so no
     two apps have one name.
     """
-    if not owner or not _is_shared(owner, stream):
+    of_state = f"KV_{owner}__"
+    is_shared = stream.startswith(SCHEDULES) if stream.startswith(OURS) else not stream.startswith(of_state)
+    if not owner or not is_shared:
         return ()
     return tuple(f"{owner}-r{number}" for number in range(READERS_OF_SPARK if owner == SPARK else READERS))
-
-
-def _is_shared(app: str, stream: str) -> bool:
-    """Return whether other apps may read a stream that this one may read, as it is no bucket of its own state."""
-    if stream.startswith(OURS):
-        return stream.startswith(SCHEDULES)
-    return not stream.startswith(f"KV_{app}__")

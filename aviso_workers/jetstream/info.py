@@ -8,16 +8,19 @@ which has the field's zero value (`fields`) where the server left it out. Durati
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.jetstream import fields
 from aviso_workers.jetstream.fields import Field
+
+T = TypeVar("T")
 
 NEVER = -1
 """`active` of a mirror or source that has not heard of its origin since it was made."""
@@ -206,7 +209,21 @@ class Lost(Struct, frozen=True, kw_only=True):
     bytes: int = 0
 
 
-class StreamInfo(Struct, frozen=True, kw_only=True):
+_OF_STREAM = {
+    "time": "ts",
+    "subjects": "num_subjects",
+    "consumers": "consumer_count",
+    "deleted": "num_deleted",
+    "deleted_sequences": "deleted",
+    "first_sequence": "first_seq",
+    "first_time": "first_ts",
+    "last_sequence": "last_seq",
+    "last_time": "last_ts",
+}
+"""By attribute, the server's name for it, where that is another one."""
+
+
+class StreamInfo(Struct, frozen=True, kw_only=True, rename=_OF_STREAM):
     config: StreamConfig
     time: datetime
     """When the server said this, by its clock, which store times are of too."""
@@ -308,18 +325,6 @@ class ConsumerState(dict[str, Any]):
         return int(self["delivered"]["consumer_seq"])
 
 
-class StoredMessage(Struct, frozen=True, kw_only=True):
-    """A message of a stream, as the stream's leader has it."""
-
-    subject: str
-    sequence: int
-    timestamp_ns: int
-    """When it was stored, in nanoseconds since 1970."""
-    header_block: bytes
-    """Its headers as they are on the wire; empty where it has none."""
-    data: bytes
-
-
 class PriorityGroup(Struct, frozen=True, kw_only=True):
     """Readers of a consumer, and which of them is served alone."""
 
@@ -328,7 +333,7 @@ class PriorityGroup(Struct, frozen=True, kw_only=True):
     pinned_ts: datetime | None = None
 
 
-class ConsumerInfo(Struct, frozen=True, kw_only=True):
+class ConsumerInfo(Struct, frozen=True, kw_only=True, rename={"time": "ts", "stream": "stream_name"}):
     name: str
     config: ConsumerConfig
     time: datetime
@@ -435,107 +440,37 @@ class AccountInfo(Use, frozen=True, kw_only=True):
         return min((most for most in (stream.max_consumers, use.limits.max_consumers) if most > 0), default=0)
 
 
-class _StreamState(Struct, frozen=True, kw_only=True):
-    messages: int = 0
-    bytes: int = 0
-    num_subjects: int = 0
-    num_deleted: int = 0
-    deleted: tuple[int, ...] | None = ()
-    lost: Lost | None = None
-    consumer_count: int = 0
-    first_seq: int = 0
-    first_ts: datetime | None = None
-    last_seq: int = 0
-    last_ts: datetime | None = None
-
-
-class _StreamAnswer(Struct, frozen=True, kw_only=True):
-    ts: datetime
-    created: datetime | None = None
-    state: _StreamState = _StreamState()
-    cluster: Cluster | None = None
-    mirror: SourceInfo | None = None
-    sources: tuple[SourceInfo, ...] | None = ()
-
-
-class _Position(Struct, frozen=True, kw_only=True):
-    consumer_seq: int = 0
-    stream_seq: int = 0
-    last_active: datetime | None = None
-
-
-class _ConsumerAnswer(Struct, frozen=True, kw_only=True):
-    stream_name: str
-    name: str
-    ts: datetime
-    created: datetime | None = None
-    delivered: _Position = _Position()
-    ack_floor: _Position = _Position()
-    num_ack_pending: int = 0
-    num_redelivered: int = 0
-    num_waiting: int = 0
-    num_pending: int = 0
-    push_bound: bool = False
-    paused: bool = False
-    priority_groups: tuple[PriorityGroup, ...] | None = ()
-    cluster: Cluster | None = None
-
-
 def stream(answer: Mapping[str, Any]) -> StreamInfo:
     """Return what a server answers to STREAM.INFO, CREATE or UPDATE, or lists of a stream."""
-    found = msgspec.convert(answer, _StreamAnswer)
-    state = found.state
-    return StreamInfo(
-        config=StreamConfig(answer["config"]),
-        time=found.ts,
-        messages=state.messages,
-        bytes=state.bytes,
-        subjects=state.num_subjects,
-        consumers=state.consumer_count,
-        deleted=state.num_deleted,
-        deleted_sequences=state.deleted or (),
-        lost=state.lost,
-        first_sequence=state.first_seq,
-        first_time=state.first_ts if state.messages else None,
-        last_sequence=state.last_seq,
-        last_time=state.last_ts if state.messages else None,
-        last_stored=state.last_ts if state.last_seq else None,
-        created=found.created,
-        cluster=found.cluster or Cluster(),
-        mirror=found.mirror,
-        sources=found.sources or (),
-        answer=answer,
-    )
+    state = answer.get("state") or {}
+    times = {"last_stored": state.get("last_ts") if state.get("last_seq") else None}
+    if not state.get("messages"):  # a server reports the year 1 then
+        times |= {"first_ts": None, "last_ts": None}
+    return _parsed(StreamInfo, {**state, **answer, **times}, answer)
 
 
 def consumer(answer: Mapping[str, Any]) -> ConsumerInfo:
     """Return what a server answers to CONSUMER.INFO, CREATE or RESET, or lists of a consumer."""
-    found = msgspec.convert(answer, _ConsumerAnswer)
     config = ConsumerConfig(answer["config"])
+    delivered, floor = answer.get("delivered") or {}, answer.get("ack_floor") or {}
     begins_after = int(config.get("opt_start_seq") or 1) - 1  # until its first ack, a cluster says that the floor is 0
-    groups = found.priority_groups or ()
-    return ConsumerInfo(
-        name=found.name,
-        config=config,
-        time=found.ts,
-        stream=found.stream_name,
-        num_pending=found.num_pending,
-        num_ack_pending=found.num_ack_pending,
-        num_redelivered=found.num_redelivered,
-        num_waiting=found.num_waiting,
-        push_bound=found.push_bound,
-        deliveries=found.delivered.consumer_seq,
-        position=found.delivered.stream_seq,
-        ack_floor=max(found.ack_floor.stream_seq, begins_after),
-        last_delivered=found.delivered.last_active,
-        last_settled=found.ack_floor.last_active,
-        created=found.created,
-        paused_until=config.pause_until if found.paused else None,
-        pinned_since=next((group.pinned_ts for group in groups if group.pinned_client_id), None),
-        priority_groups=groups,
-        cluster=found.cluster or Cluster(),
-        answer=answer,
-    )
+    groups = answer.get("priority_groups") or ()
+    told = {
+        "deliveries": delivered.get("consumer_seq"),
+        "position": delivered.get("stream_seq"),
+        "ack_floor": max(floor.get("stream_seq", 0), begins_after),
+        "last_delivered": delivered.get("last_active"),
+        "last_settled": floor.get("last_active"),
+        "paused_until": config.get("pause_until") if answer.get("paused") else None,
+        "pinned_since": next((each.get("pinned_ts") for each in groups if each.get("pinned_client_id")), None),
+    }
+    return _parsed(ConsumerInfo, {**answer, **told}, answer)
+
+
+def _parsed(kind: type[T], fields: Mapping[str, Any], answer: Mapping[str, Any]) -> T:
+    """Return an answer in its class. What a server leaves out, or reports as null, has the default."""
+    known = {name: value for name, value in fields.items() if value is not None}
+    return msgspec.convert({**known, "answer": answer}, kind, dec_hook=lambda config, whole: config(whole))
 
 
 def pause_seconds(answer: Mapping[str, Any]) -> float:
@@ -563,15 +498,16 @@ def subject_counts(pages: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return counts
 
 
-def message(answer: Mapping[str, Any]) -> StoredMessage:
-    """Return what a server answers to STREAM.MSG.GET."""
+def message(answer: Mapping[str, Any], read_headers: Callable[[bytes], Mapping[str, str]]) -> Message:
+    """Return what a server answers to STREAM.MSG.GET. Headers come as they are on the wire."""
     found = answer["message"]
-    return StoredMessage(
+    block = b64decode(found.get("hdrs", ""))
+    return Message(
         subject=found["subject"],
+        data=b64decode(found.get("data", "")),
+        headers=read_headers(block) if block else None,
         sequence=found["seq"],
         timestamp_ns=_nanoseconds(found["time"]),
-        header_block=b64decode(found.get("hdrs", "")),
-        data=b64decode(found.get("data", "")),
     )
 
 

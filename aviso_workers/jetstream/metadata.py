@@ -90,9 +90,8 @@ def after_reset(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 def resets_of(consumer: Mapping[str, Any]) -> int:
     """Return how often a consumer, as a server reports it, was taken to another place."""
-    with suppress(ValueError):
-        return _digits((consumer.get("metadata") or {}).get(RESETS, ""))
-    return 0
+    noted = (consumer.get("metadata") or {}).get(RESETS, "")
+    return int(noted) if noted.isdecimal() and len(noted) <= MAX_DIGITS else 0
 
 
 def version_of(spec: ConsumerSpec, function: str = "") -> Version:
@@ -137,10 +136,3 @@ def shared_filters(versions: Iterable[Version], *, everything: tuple[str, ...]) 
     """
     filters = {version.filter_subjects for version in versions}
     return filters.pop() if len(filters) == 1 else everything
-
-
-def _digits(text: str) -> int:
-    """Return a text's number. Raises ValueError for what is not a number, or a longer one than any of ours."""
-    if not text.isdecimal() or len(text) > MAX_DIGITS:
-        raise ValueError("no number of ours")
-    return int(text)

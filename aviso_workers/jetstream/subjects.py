@@ -32,7 +32,8 @@ def inbox_prefix(user: str) -> str:
 
 def pattern(filters: Sequence[str]) -> re.Pattern[str]:
     """Return what `fullmatch`es each subject that one of the filters takes; all subjects where there is none."""
-    return re.compile("|".join(_expression(subject) for subject in filters or (">",)), re.DOTALL)
+    tokens = [[_WILDCARDS.get(token) or re.escape(token) for token in each.split(".")] for each in filters or (">",)]
+    return re.compile("|".join(map(r"\.".join, tokens)), re.DOTALL)
 
 
 def matcher(filters: Sequence[str]) -> Callable[[str], object]:
@@ -58,7 +59,3 @@ def overlap(left: str, right: str) -> bool:
 def within(narrow: Iterable[str], wide: Sequence[str]) -> bool:
     """Return whether each subject that one of the `narrow` filters takes is taken by one of the `wide` ones."""
     return all(pattern(wide).fullmatch(each) for each in tuple(narrow) or (">",))
-
-
-def _expression(subject: str) -> str:
-    return r"\.".join(_WILDCARDS.get(token) or re.escape(token) for token in subject.split("."))

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from msgspec import Struct
+
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.server import readiness
 from aviso_workers.server.readiness import Tell
@@ -40,17 +42,15 @@ OLDEST = (2, 11)
 STOP_SECONDS = 10.0
 
 
-class NatsServer:
+class NatsServer(Struct, kw_only=True, eq=False):
     """A running nats-server process. Leaving the `with` block, or `stop`, ends it."""
 
-    def __init__(
-        self, *, process: subprocess.Popen[bytes], name: str, port: int, store_dir: Path, run_dir: Path
-    ) -> None:
-        self.process = process
-        self.name = name
-        self.port = port
-        self.store_dir = store_dir
-        self._run_dir = run_dir
+    process: subprocess.Popen[bytes]
+    name: str
+    port: int
+    store_dir: Path
+    run_dir: Path
+    """The directory of its configuration and its log, which is removed when it ends."""
 
     @classmethod
     def start(
@@ -101,7 +101,7 @@ class NatsServer:
     @property
     def log(self) -> str:
         """The log of the server so far."""
-        log_file = self._run_dir / "nats-server.log"
+        log_file = self.run_dir / "nats-server.log"
         return log_file.read_text(errors="replace") if log_file.exists() else ""
 
     def kill(self) -> None:
@@ -113,7 +113,7 @@ class NatsServer:
         """End the process in order, by force where it takes longer than 10 s. The store directory stays."""
         if not self._end_in_order():
             self.kill()
-            shutil.rmtree(self._run_dir, ignore_errors=True)
+            shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def __enter__(self) -> NatsServer:
         return self
@@ -131,7 +131,7 @@ class NatsServer:
                 self.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 return False
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        shutil.rmtree(self.run_dir, ignore_errors=True)
         return True
 
     def _wait_until_ready(self, tell: Tell) -> None:
@@ -160,7 +160,7 @@ class NatsServer:
         return True
 
     def _port_from_file(self) -> int | None:
-        for ports_file in self._run_dir.glob("*.ports"):
+        for ports_file in self.run_dir.glob("*.ports"):
             try:
                 (url, *_) = json.loads(ports_file.read_text())["nats"]
             except (ValueError, KeyError):

@@ -12,10 +12,10 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from msgspec import Struct
@@ -42,6 +42,8 @@ from aviso_workers.errors import ConfigError
 from aviso_workers.server import find_binary, mistakes
 from aviso_workers.server.accounts import Connected
 from aviso_workers.server.profiles import Choice
+
+T = TypeVar("T")
 
 CHECK_SECONDS = 30
 NO_POSITION = 1
@@ -155,7 +157,8 @@ class _Conf:
     def put(self, key: str, value: Any, path: str) -> None:
         """Add one setting; None and an empty list are left out."""
         if isinstance(value, tuple):
-            self._list(key, value, path)
+            for i, each in self.each(f"{key}:", path, enumerate(value)):
+                self._line(self._value(each, f"{path}[{i}]"), f"{path}[{i}]")
         elif value is not None:
             self._line(f"{key}: {self._value(value, path)}", path)
 
@@ -171,6 +174,12 @@ class _Conf:
         yield
         self._indent = self._indent[2:]
         self._line(ends[1], path)
+
+    def each(self, key: str, path: str, items: Iterable[T]) -> Iterator[T]:
+        """Yield what a list consists of, each to be added as a block of its own; nothing is added for no items."""
+        if found := tuple(items):
+            with self.block(key, path, "[]"):
+                yield from found
 
     def file(self, key: str, name: str | None, path: str) -> None:
         """Add a file by its absolute path, so that nats-server finds it wherever it is started; None is left out."""
@@ -193,12 +202,6 @@ class _Conf:
             # The name is not repeated: a key may stand where its file should.
             self.mistakes.append((path, f"must name a file with a key that can be read, as seen from {os.getcwd()}"))
             return None
-
-    def _list(self, key: str, values: tuple[str, ...], path: str) -> None:
-        if values:
-            with self.block(f"{key}:", path, "[]"):
-                for i, value in enumerate(values):
-                    self._line(self._value(value, f"{path}[{i}]"), f"{path}[{i}]")
 
     def _line(self, text: str, path: str) -> None:
         self.lines.append((self._indent + text, path))
@@ -292,25 +295,21 @@ def _account(conf: _Conf, account: Account, *, name: str, is_system: bool) -> No
 
 
 def _exports(conf: _Conf, account: Connected, path: str) -> None:
-    if not account.exports:
-        return
-    with conf.block("exports:", path, "[]"):
-        for subject, importers in account.exports.items():
-            with conf.block("", path):
-                conf.put("service", subject, path)
-                conf.put("accounts", importers, path)
+    for subject, importers in conf.each("exports:", path, account.exports.items()):
+        with conf.block("", path):
+            conf.put("service", subject, path)
+            conf.put("accounts", importers, path)
 
 
 def _imports(conf: _Conf, account: Connected, path: str) -> None:
     if not account.imports:
         return
-    with conf.block("imports:", f"{path}.publishes", "[]"):
-        for service in account.imports:
-            with conf.block("", f"{path}.publishes"):
-                with conf.block("service:", f"{path}.publishes"):
-                    conf.put("account", account.publishes_to, f"{path}.publishes_to")
-                    conf.put("subject", service.subject, f"{path}.publishes")
-                conf.put("to", service.imported, f"{path}.publishes")
+    for service in conf.each("imports:", f"{path}.publishes", account.imports):
+        with conf.block("", f"{path}.publishes"):
+            with conf.block("service:", f"{path}.publishes"):
+                conf.put("account", account.publishes_to, f"{path}.publishes_to")
+                conf.put("subject", service.subject, f"{path}.publishes")
+            conf.put("to", service.imported, f"{path}.publishes")
     with conf.block("mappings", f"{path}.publishes"):
         for service in account.imports:
             for asked in service.asked:
@@ -367,12 +366,11 @@ def _gateways(conf: _Conf, gateways: Gateways, cluster: Cluster) -> None:
         conf.put("port", gateways.port or -1, f"{path}.port")
         login = _shared_login(conf, gateways, path)
         conf.put("reject_unknown_cluster", True, path)
-        with conf.block("gateways:", f"{path}.remotes", "[]"):
-            for name, urls in gateways.remotes.items():
-                remote = f"{path}.remotes.{name}"
-                with conf.block("", remote):
-                    conf.put("name", name, remote)
-                    conf.put("urls", tuple(f"nats://{login}{url}" for url in urls), remote)
+        for name, urls in conf.each("gateways:", f"{path}.remotes", gateways.remotes.items()):
+            remote = f"{path}.remotes.{name}"
+            with conf.block("", remote):
+                conf.put("name", name, remote)
+                conf.put("urls", tuple(f"nats://{login}{url}" for url in urls), remote)
         _optional(conf, gateways.tls, f"{path}.tls", _tls)
 
 
@@ -391,10 +389,8 @@ def _leaf_nodes(conf: _Conf, leaf_nodes: LeafNodes, path: str) -> None:
             conf.settings(leaf_nodes, path, "host", "compression")
             conf.put("port", leaf_nodes.port or -1, f"{path}.port")
             _optional(conf, leaf_nodes.tls, f"{path}.tls", _tls)
-        if leaf_nodes.remotes:
-            with conf.block("remotes:", f"{path}.remotes", "[]"):
-                for name, remote in leaf_nodes.remotes.items():
-                    _remote(conf, remote, f"{path}.remotes.{name}")
+        for name, remote in conf.each("remotes:", f"{path}.remotes", leaf_nodes.remotes.items()):
+            _remote(conf, remote, f"{path}.remotes.{name}")
 
 
 def _remote(conf: _Conf, remote: Remote, path: str) -> None:

@@ -61,7 +61,13 @@ MAX_ANSWER_BYTES = 64 << 20
 UNRECOVERABLE = "could not be recovered"
 """The words of a server about a stream on its disk that it cannot read, with another key for example."""
 PORTS = range(15_000, 32_000)
-PORT_KEYS = ("server.port", "server.monitoring.port", "server.cluster.port", "server.leafnodes.port")
+PORT_KEYS = {
+    "port": "server.port",
+    "monitoring_port": "server.monitoring.port",
+    "cluster_port": "server.cluster.port",
+    "leaf_port": "server.leafnodes.port",
+}
+"""By port of a node, the key that chooses it."""
 CURE = (
     "Check its encryption key, its accounts and its log before a program creates its streams again, which destroys "
     "their data:"
@@ -131,7 +137,9 @@ def start(
     server, choices = profiles.choose(config, profile="development")
     try:
         with alone(directory):
-            _finish_swap(directory, tell)
+            for each in store_swap.finish(directory):
+                before = f"{each.previous} the one before"
+                tell(f"{each.place} is the new store, {before}: `server rotate-key` was interrupted")
             places = in_stores or stores(server, directory=directory, nodes=nodes)
             return _start(config, server, choices, places, directory=directory, detached=detached, tell=tell)
     except OSError as error:
@@ -254,11 +262,6 @@ def alone(directory: Path) -> Iterator[None]:
         yield
 
 
-def _finish_swap(directory: Path, tell: Tell) -> None:
-    for each in store_swap.finish(directory):
-        tell(f"{each.place} is the new store, {each.previous} the one before: `server rotate-key` was interrupted")
-
-
 def recorded(directory: Path) -> list[Node]:
     """Return the nodes that were started in a directory and not stopped, whether they run or not."""
     records = map(_decoded, directory.glob("*/node.json"))
@@ -268,12 +271,10 @@ def recorded(directory: Path) -> list[Node]:
 def is_running(node: Node) -> bool:
     """Return whether the process of a node runs: it holds a lock as long as it does."""
     try:
-        with (node.directory / "node.json").open("rb") as record:
+        with suppress(FileNotFoundError), (node.directory / "node.json").open("rb") as record:
             fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except FileNotFoundError:
-        return False
     return False
 
 
@@ -327,42 +328,28 @@ def in_use(port: int, key: str) -> str:
     return f"port {port} on {LOOPBACK} is in use: stop what listens there, or choose another in {key}"
 
 
-def _ports(server: Server) -> tuple[int, int, int, int]:
-    """Return the configured ports of the first node, in the order of `PORT_KEYS`; the next node's are one higher."""
+def _ports(server: Server) -> dict[str, int]:
+    """Return the configured ports of the first node, as in `PORT_KEYS`; the next node's are one higher."""
     cluster_port = server.cluster.port if server.cluster else 0
     leaf_port = (server.leafnodes.port if server.leafnodes else None) or 0
-    return server.port, server.monitoring.port, cluster_port, leaf_port
+    return dict(zip(PORT_KEYS, (server.port, server.monitoring.port, cluster_port, leaf_port), strict=True))
 
 
 def _has_ports(server: Server, nodes: list[Node]) -> bool:
-    return all(
-        configured in (0, found - i)
-        for i, node in enumerate(nodes)
-        for configured, found in zip(
-            _ports(server), (node.port, node.monitoring_port, node.cluster_port, node.leaf_port), strict=True
-        )
-    )
+    wanted = _ports(server).items()
+    return all(port in (0, getattr(node, name) - i) for i, node in enumerate(nodes) for name, port in wanted)
 
 
 def _planned(server: Server, names: list[str], directory: Path) -> list[Node]:
     free = iter(free_ports(len(names) * len(_ports(server))))
     nodes = []
     for i, name in enumerate(names):
-        configured = [port + i if port else 0 for port in _ports(server)]
-        for key, port in zip(PORT_KEYS, configured, strict=True):
+        configured = {of: port + i if port else 0 for of, port in _ports(server).items()}
+        for of, port in configured.items():
             if port and not is_free(port):
-                raise ServerProcessError(in_use(port, key))
-        port, monitoring_port, cluster_port, leaf_port = (port or next(free) for port in configured)
-        nodes.append(
-            Node(
-                name=name,
-                directory=directory.absolute() / name,
-                port=port,
-                monitoring_port=monitoring_port,
-                cluster_port=cluster_port,
-                leaf_port=leaf_port,
-            )
-        )
+                raise ServerProcessError(in_use(port, PORT_KEYS[of]))
+        ports = {of: port or next(free) for of, port in configured.items()}
+        nodes.append(Node(name=name, directory=directory.absolute() / name, **ports))
     return nodes
 
 
@@ -386,17 +373,16 @@ def _reserve(port: int) -> bool:
 
     Linux lets a server listen on it nevertheless, because both sockets have SO_REUSEADDR; elsewhere it is let go.
     """
-    reserved = socket.socket()
-    try:
-        reserved.bind((LOOPBACK, port))
-    except OSError:
-        reserved.close()
-        return False
-    if sys.platform == "linux":
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _RESERVED.append(reserved)
-    else:
-        reserved.close()
+    with ExitStack() as undo:
+        reserved = undo.enter_context(socket.socket())
+        try:
+            reserved.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        if sys.platform == "linux":
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _RESERVED.append(reserved)
+            undo.pop_all()
     return True
 
 

@@ -12,7 +12,6 @@ of them at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ipaddress import ip_address
 from typing import Literal
 
 from msgspec import Struct, structs
@@ -20,6 +19,7 @@ from msgspec import Struct, structs
 from aviso_workers.aviso.literals import Duration, Size
 from aviso_workers.config import Config, Server
 from aviso_workers.config.nats_server import Cluster, Gateways, LeafNodes, ServerJetStream
+from aviso_workers.config.settings import is_loopback
 from aviso_workers.errors import ConfigError
 from aviso_workers.server import accounts, mistakes
 
@@ -45,11 +45,12 @@ def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, .
     Raises ConfigError with all mistakes in the section, and where production requires more settings.
     """
     server = config.server
-    if found := [*mistakes.find(server, config.origins), *accounts.mistakes(config)]:
+    found = [*mistakes.find(server, config.origins), *accounts.mistakes(config)]
+    if not found and profile == "production":
+        found = list(_open(config))
+    if found:
         raise ConfigError(mistakes.located(path, problem, origins=config.origins) for path, problem in found)
     if profile == "production":
-        if found := list(_open(config)):
-            raise ConfigError(mistakes.located(path, problem, origins=config.origins) for path, problem in found)
         chosen = _synced(server.jetstream, alone=server.cluster is None)
     else:
         chosen = structs.replace(
@@ -60,7 +61,7 @@ def choose(config: Config, *, profile: Profile) -> tuple[Server, tuple[Choice, .
             or (None if server.jetstream.sync_always else SERVER_SYNC_INTERVAL),
         )
     server = structs.replace(server, jetstream=chosen, accounts=accounts.connected(config))
-    return server, tuple(_choices(config, server))
+    return server, (*_durability(config, server), *_open_ports(server))
 
 
 def _open(config: Config) -> Iterator[tuple[str, str]]:
@@ -89,18 +90,13 @@ def _synced(jetstream: ServerJetStream, *, alone: bool) -> ServerJetStream:
     return structs.replace(jetstream, sync_interval=CLUSTER_SYNC_INTERVAL)
 
 
-def _choices(config: Config, server: Server) -> Iterator[Choice]:
-    yield from _durability(config, server)
-    yield from _open_ports(server)
-
-
 def _open_ports(server: Server) -> Iterator[Choice]:
     """Yield the settings by which clients connect without authentication, or data can be read on the network."""
     if not server.accounts:
         yield Choice(key="server.accounts", value="none", why="whoever reaches the port may do everything")
-    if server.tls is None and not _is_loopback(server.host):
+    if server.tls is None and not is_loopback(server.host):
         yield Choice(key="server.tls", value="none", why="passwords and notifications can be read on the network")
-    if not _is_loopback(server.monitoring.host):
+    if not is_loopback(server.monitoring.host):
         yield Choice(
             key="server.monitoring.host",
             value=server.monitoring.host,
@@ -119,7 +115,7 @@ def _open_ports(server: Server) -> Iterator[Choice]:
 
 
 def _open_to_servers(section: Cluster | Gateways, path: str) -> Iterator[Choice]:
-    if _is_loopback(section.host):
+    if is_loopback(section.host):
         return
     if section.password is None and not (section.tls and section.tls.verify):
         why = f"whoever reaches port {section.port} joins as a server, and reads and writes in every account"
@@ -129,7 +125,7 @@ def _open_to_servers(section: Cluster | Gateways, path: str) -> Iterator[Choice]
 
 
 def _open_to_leaf_nodes(server: Server, leaf_nodes: LeafNodes) -> Iterator[Choice]:
-    if _is_loopback(leaf_nodes.host):
+    if is_loopback(leaf_nodes.host):
         return
     if not server.accounts:
         why = "whoever reaches the port joins as a leaf node, and may do everything"
@@ -137,13 +133,6 @@ def _open_to_leaf_nodes(server: Server, leaf_nodes: LeafNodes) -> Iterator[Choic
     if leaf_nodes.tls is None:
         why = "passwords and notifications can be read on the network"
         yield Choice(key="server.leafnodes.tls", value="none", why=why)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _durability(config: Config, server: Server) -> Iterator[Choice]:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct, inspect
 
 from aviso_workers.aviso.literals import Duration, Size, SizeLimit
+from aviso_workers.config import display
 from aviso_workers.config.conversion import without_none
 from aviso_workers.config.secrets import Secret, ServerUrls
 from aviso_workers.config.settings import Document
@@ -79,8 +80,10 @@ def _section(struct: type[Struct], titles: Titles) -> Iterator[str]:
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     if described.tag_field:
         yield f"| `{described.tag_field}` | `{described.tag}` | required | This rule. |"
+    meanings = display.descriptions(struct)
     for field in described.fields:
-        cells = (f"`{field.encode_name}`", _value(field.type, titles), _default(field), _meaning(field.type))
+        meaning = meanings.get(field.encode_name, "")
+        cells = (f"`{field.encode_name}`", _value(field.type, titles), _default(field), meaning)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
 
@@ -129,10 +132,6 @@ def _default(field: inspect.Field) -> str:
         return ""
     value: Any = field.default
     return f"`{value.value if isinstance(value, Enum) else msgspec.json.encode(value).decode()}`"
-
-
-def _meaning(type_: inspect.Type) -> str:
-    return (type_.extra_json_schema or {}).get("description", "") if isinstance(type_, inspect.Metadata) else ""
 
 
 def _anchor(title: str) -> str:

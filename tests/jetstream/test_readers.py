@@ -192,7 +192,7 @@ async def deliver_later(stream: PlayedStream, *deliveries: tuple[int, int, int])
 async def test_a_message_that_got_lost_on_its_way_is_noticed() -> None:
     stream = PlayedStream(held=None)
     async with (
-        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        aclosing(readers.JetStreamReaders(stream.connection).read("MARS", **WHOLE)) as messages,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(deliver_later, stream, (1, 1, 4), (3, 3, 2))
@@ -216,7 +216,7 @@ async def deliver_at_once(stream: PlayedStream, *deliveries: tuple[int, int, int
 async def test_nothing_that_comes_after_one_that_got_lost_is_read() -> None:
     stream = PlayedStream(held=None)
     async with (
-        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        aclosing(readers.JetStreamReaders(stream.connection).read("MARS", **WHOLE)) as messages,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(partial(deliver_at_once, together=False), stream, (3, 2, 2), (4, 1, 1))
@@ -227,7 +227,7 @@ async def test_nothing_that_comes_after_one_that_got_lost_is_read() -> None:
 async def test_nothing_that_was_stored_after_the_end_comes() -> None:
     stream = PlayedStream(held=None)
     async with (
-        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        aclosing(readers.JetStreamReaders(stream.connection).read("MARS", **WHOLE)) as messages,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(partial(deliver_at_once, together=True), stream, (4, 1, 2), (6, 2, 1), (7, 3, 0))
@@ -237,7 +237,7 @@ async def test_nothing_that_was_stored_after_the_end_comes() -> None:
 async def test_a_consumer_that_begins_anew_delivers_nothing_twice() -> None:
     stream = PlayedStream(held=None)
     async with (
-        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        aclosing(readers.JetStreamReaders(stream.connection).read("MARS", **WHOLE)) as messages,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(deliver_later, stream, (1, 1, 4), (2, 2, 3), (1, 1, 4))
@@ -250,7 +250,7 @@ async def test_a_reading_raises_where_its_stream_holds_more_than_comes(monkeypat
     monkeypatch.setattr(readers, "CHECK_SECONDS", 0.01)
     stream = PlayedStream(held=4)
     async with (
-        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        aclosing(readers.JetStreamReaders(stream.connection).read("MARS", **WHOLE)) as messages,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(deliver_later, stream, (1, 1, 0))
@@ -280,7 +280,7 @@ async def test_a_leader_that_lacks_what_comes_meanwhile_has_not_proven_the_end()
             stream.deliver(sequence, sequence, pending=5 - sequence)
 
     async with (
-        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        aclosing(readers.JetStreamReaders(stream.connection).read("MARS", **WHOLE)) as messages,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(deliver_later, stream, (1, 1, 0))
@@ -291,7 +291,7 @@ async def test_a_leader_that_lacks_what_comes_meanwhile_has_not_proven_the_end()
 async def test_a_bounded_reading_asks_for_no_more_than_may_be_left() -> None:
     stream = PlayedStream(held=None)
     async with (
-        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        aclosing(readers.JetStreamReaders(stream.connection).read("MARS", **WHOLE)) as messages,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(deliver_later, stream, (1, 1, 4))
@@ -302,8 +302,8 @@ async def test_a_bounded_reading_asks_for_no_more_than_may_be_left() -> None:
 async def test_a_chunk_is_full_when_it_has_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "CHUNK_BYTES", 2)
     stream = PlayedStream(held=None)
-    reading = readers.read_chunks(
-        stream.connection, "MARS", filter_subjects=["mars.>"], start_sequence=1, last_sequence=5
+    reading = readers.JetStreamReaders(stream.connection).read_chunks(
+        "MARS", filter_subjects=["mars.>"], start_sequence=1, last_sequence=5
     )
     async with aclosing(reading) as chunks, anyio.create_task_group() as tasks:
         tasks.start_soon(deliver_later, stream, (1, 1, 4))
@@ -326,7 +326,7 @@ async def test_a_consumer_that_delivers_slowly_is_not_given_up(monkeypatch: pyte
             stream.deliver(sequence, sequence, pending=0)
 
     async with (
-        aclosing(readers.read(stream.connection, "MARS", **WHOLE)) as messages,
+        aclosing(readers.JetStreamReaders(stream.connection).read("MARS", **WHOLE)) as messages,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(deliver_slowly)

@@ -62,7 +62,7 @@ class Place:
         """Kill the server and start it again where it was."""
         self.server.kill()
         again = NatsServer.start(store_dir=self.server.store_dir, port=self.server.port)
-        self.server.process, self.server._run_dir = again.process, again._run_dir
+        self.server.process, self.server.run_dir = again.process, again.run_dir
 
     def publish(self, *steps: int, payload: Any = None, event: str = "mars", **identifier: Any) -> None:
         wanted = [Notify(event, {**IDENTIFIER, **identifier, "step": step}, payload) for step in steps]

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from itertools import takewhile
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -38,7 +38,6 @@ from aviso_workers.backends import (
 from aviso_workers.backends.in_memory.account import InMemoryAccount
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.in_memory.consumer import Dispatcher, InMemoryConsumer
-from aviso_workers.backends.in_memory.stream import InMemoryStream
 from aviso_workers.clocks import EPOCH, Clock, LoopClock
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
@@ -144,7 +143,8 @@ class InMemoryBackend:
 
     async def delete_consumer(self, stream: str, consumer: str) -> None:
         await self.connection.reach()
-        self._account.delete_durable(stream, consumer)
+        self._account.durable(stream, consumer)
+        del self._account.stream(stream).durables[consumer]
         if (stream, consumer) in self._dispatchers:
             self._dispatchers[stream, consumer].end()
 
@@ -186,15 +186,7 @@ class InMemoryBackend:
     async def consumer_names(self, stream: str) -> list[str]:
         return [each.name for each in await self.consumers(stream)]
 
-    async def put_consumer(
-        self,
-        stream: str,
-        consumer: str,
-        config: Mapping[str, Any],
-        *,
-        action: Literal["create", "update"],
-        filter_in_subject: str = "",
-    ) -> ConsumerInfo:
+    async def put_consumer(self, stream: str, consumer: str, config: Mapping[str, Any], **how: Any) -> ConsumerInfo:
         raise RefusedError(NO_SERVER)
 
     async def unpin_consumer(self, stream: str, consumer: str, *, group: str) -> None:
@@ -226,13 +218,20 @@ class InMemoryBackend:
     ) -> AsyncIterator[InMemoryConsumer]:
         await self.connection.reach()
         dispatcher = self._dispatcher(stream, consumer)
-        reader = dispatcher.join(self.connection, deliver=deliver, capacity=capacity, priority=priority)
+        reader = InMemoryConsumer(
+            dispatcher=dispatcher,
+            connection=self.connection,
+            deliver=deliver,
+            capacity=capacity,
+            priority=priority,
+        )
+        dispatcher.join(reader)
         try:
             yield reader
         finally:
             dispatcher.leave(reader)
 
-    def read(
+    async def read(
         self,
         stream: str,
         *,
@@ -241,15 +240,42 @@ class InMemoryBackend:
         start_time: datetime | None = None,
         last_sequence: int | None = None,
     ) -> AsyncGenerator[Message, None]:
-        return _read(
-            self._account,
-            self.connection,
-            stream,
-            filter_subjects=filter_subjects,
-            start_sequence=start_sequence,
-            start_time=start_time,
-            last_sequence=last_sequence,
-        )
+        """Yield stored messages, as `backends.Backend.read` does. Raises `UnavailableError` where the connection was
+        lost meanwhile.
+        """
+        await self.connection.reach()
+        opened, losses = self._account.stream(stream), self.connection.losses
+        wanted = pattern(filter_subjects)
+        position, start_ns = _start(start_sequence, start_time)
+        changed = anyio.Event()
+
+        def wake() -> None:
+            changed.set()
+
+        opened.watchers.add(wake)
+        self.connection.watchers.add(wake)
+        try:
+            while True:
+                changed = anyio.Event()
+                if self.connection.losses > losses:
+                    raise UnavailableError(f"in_memory: the connection was lost while reading {stream}")
+                held = self._account.stream(stream)
+                if held is not opened:
+                    raise UnavailableError(f"in_memory: {stream} was deleted and recreated while it was read")
+                message = held.next_message(position, wanted)
+                if message is None and last_sequence is None:
+                    position = max(position, held.last_sequence + 1)
+                    await changed.wait()
+                    continue
+                if message is None or (last_sequence is not None and message.sequence > last_sequence):
+                    return
+                position = message.sequence + 1
+                if message.timestamp_ns >= start_ns:
+                    await checkpoint()
+                    yield message
+        finally:
+            opened.watchers.discard(wake)
+            self.connection.watchers.discard(wake)
 
     async def read_chunks(
         self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
@@ -275,9 +301,11 @@ class InMemoryBackend:
         start_time: datetime | None = None,
     ) -> int:
         await self.connection.reach()
-        return _count(
-            self._account.stream(stream), filter_subjects, start_sequence=start_sequence, start_time=start_time
-        )
+        wanted = pattern(filter_subjects)
+        position, start_ns = _start(start_sequence, start_time)
+        held = self._account.stream(stream).messages.values()
+        since = [each for each in held if each.sequence >= position and each.timestamp_ns >= start_ns]
+        return sum(1 for each in since if wanted.fullmatch(each.subject))
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         await self.connection.reach()
@@ -289,13 +317,12 @@ class InMemoryBackend:
         results: list[PubAck | BackendError] = []
         for each in outgoing:
             try:
-                ack = await self.publish(
+                result = await self.publish(
                     each.message, message_id=each.message_id, stream=each.stream, timeout_seconds=timeout_seconds
                 )
+                results.append(result)
             except BackendError as error:
                 results.append(error)
-            else:
-                results.append(ack)
         return results
 
     async def publish_chunk(self, stream: str, chunk: OutgoingChunk, *, timeout_seconds: float) -> int:
@@ -321,65 +348,6 @@ class InMemoryBackend:
         dispatcher.serve(self._account.stream(stream), self._account.durable(stream, consumer))
         self._dispatchers[stream, consumer] = dispatcher
         return dispatcher
-
-
-async def _read(
-    account: InMemoryAccount,
-    connection: InMemoryConnection,
-    stream: str,
-    *,
-    filter_subjects: Sequence[str],
-    start_sequence: int,
-    start_time: datetime | None,
-    last_sequence: int | None,
-) -> AsyncGenerator[Message, None]:
-    """See `backends.Backend.read`. Raises `UnavailableError` where the connection was lost meanwhile."""
-    await connection.reach()
-    opened, losses = account.stream(stream), connection.losses
-    wanted = pattern(filter_subjects)
-    position, start_ns = _start(start_sequence, start_time)
-    changed = anyio.Event()
-
-    def wake() -> None:
-        changed.set()
-
-    opened.watchers.add(wake)
-    connection.watchers.add(wake)
-    try:
-        while True:
-            changed = anyio.Event()
-            if connection.losses > losses:
-                raise UnavailableError(f"in_memory: the connection was lost while reading {stream}")
-            held = account.stream(stream)
-            if held is not opened:
-                raise UnavailableError(f"in_memory: {stream} was deleted and recreated while it was read")
-            message = held.next_message(position, wanted)
-            if message is None and last_sequence is None:
-                position = max(position, held.last_sequence + 1)
-                await changed.wait()
-                continue
-            if message is None or (last_sequence is not None and message.sequence > last_sequence):
-                return
-            position = message.sequence + 1
-            if message.timestamp_ns >= start_ns:
-                await checkpoint()
-                yield message
-    finally:
-        opened.watchers.discard(wake)
-        connection.watchers.discard(wake)
-
-
-def _count(
-    stream: InMemoryStream, filter_subjects: Sequence[str], *, start_sequence: int, start_time: datetime | None
-) -> int:
-    """Return how many messages a reading from there would give now."""
-    wanted = pattern(filter_subjects)
-    position, start_ns = _start(start_sequence, start_time)
-    return sum(
-        1
-        for message in stream.messages.values()
-        if message.sequence >= position and message.timestamp_ns >= start_ns and wanted.fullmatch(message.subject)
-    )
 
 
 def _start(sequence: int, time: datetime | None) -> tuple[int, int]:

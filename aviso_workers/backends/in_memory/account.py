@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -55,12 +56,7 @@ class InMemoryAccount:
         """Remove the stream and all it holds. Raises `NotFoundError`."""
         stream = self.stream(name)
         del self._streams[name]
-        stream.ended()
-
-    def delete_durable(self, stream: str, name: str) -> None:
-        """Delete a durable consumer. Raises `NotFoundError`."""
-        self.durable(stream, name)
-        del self._streams[stream].durables[name]
+        stream.changed()
 
     def durable(self, stream: str, name: str) -> Durable:
         """Return a durable consumer. Raises `NotFoundError`."""
@@ -76,10 +72,8 @@ class InMemoryAccount:
         if found is None:
             self._refuse_overlap(wanted)
             # No two streams of a name are made at the same time, so that one can be told from the one before it.
-            created_ns = self._created_now(spec.name)
-            self._streams[spec.name] = InMemoryStream(
-                wanted, history=self._settings.max_history_per_topic, created_ns=created_ns
-            )
+            created_ns, history = self._created_now(spec.name), self._settings.max_history_per_topic
+            self._streams[spec.name] = InMemoryStream(wanted, history=history, created_ns=created_ns)
         elif found.config != wanted:
             raise RefusedError(
                 f"stream {spec.name}: in use with a different configuration", code=error_codes.STREAM_NAME_IN_USE
@@ -163,30 +157,22 @@ class InMemoryAccount:
         if taker is None:
             raise UnavailableError(f"publish {message.subject}: no stream takes this subject")
         if taker.config["name"] != stream:
-            raise RefusedError(
-                f"publish {message.subject}: it does not belong to stream {stream}", code=error_codes.WRONG_STREAM
-            )
+            raise _refused(message, f"it does not belong to stream {stream}", error_codes.WRONG_STREAM)
         headers = message.headers or {}
         if ttl_of(message) is not None and not taker.config.get("allow_msg_ttl"):
-            raise RefusedError(
-                f"publish {message.subject}: stream {stream} does not take it, switch on its allow_msg_ttl",
-                code=error_codes.TTL_OFF,
-            )
+            problem = f"stream {stream} does not take it, switch on its allow_msg_ttl"
+            raise _refused(message, problem, error_codes.TTL_OFF)
         _refuse_schedule(message, taker)
         if "Nats-Rollup" in headers and not taker.config.get("allow_rollup_hdrs"):
-            raise RefusedError(
-                f"publish {message.subject}: rollup is not permitted", code=error_codes.ROLLUP_NOT_PERMITTED
-            )
+            raise _refused(message, "rollup is not permitted", error_codes.ROLLUP_NOT_PERMITTED)
         # A server stores these two beside the publisher's headers.
         headers = {**headers, "Nats-Msg-Id": outgoing.message_id, "Nats-Expected-Stream": stream}
         whole = msgspec.structs.replace(message, headers=headers)
         if header_size(whole) > MAX_HEADERS:
-            raise RefusedError(
-                f"publish {message.subject}: its headers are larger than {MAX_HEADERS} bytes",
-                code=error_codes.HEADERS_TOO_LARGE,
-            )
+            problem = f"its headers are larger than {MAX_HEADERS} bytes"
+            raise _refused(message, problem, error_codes.HEADERS_TOO_LARGE)
         if header_size(whole) + len(whole.data) > MAX_PAYLOAD:
-            raise RefusedError(f"publish {message.subject}: headers and body are larger than {MAX_PAYLOAD} bytes")
+            raise _refused(message, f"headers and body are larger than {MAX_PAYLOAD} bytes")
         return taker, whole
 
     @property
@@ -207,15 +193,15 @@ class InMemoryAccount:
             min(streams, key=lambda stream: stream.stalest_ns).evict_topic()
 
     def _refuse_overlap(self, wanted: Mapping[str, Any]) -> None:
-        for other in self._streams.values():
-            if other.config["name"] == wanted["name"]:
-                continue
-            for subject in wanted["subjects"]:
-                if any(subjects.overlap(subject, taken) for taken in other.config["subjects"]):
-                    raise RefusedError(
-                        f"stream {wanted['name']}: {subject} overlaps with stream {other.config['name']}",
-                        code=error_codes.SUBJECTS_OVERLAP,
-                    )
+        others = {name: other.config["subjects"] for name, other in self._streams.items() if name != wanted["name"]}
+        for (name, taken), subject in product(others.items(), wanted["subjects"]):
+            if any(subjects.overlap(subject, each) for each in taken):
+                problem = f"stream {wanted['name']}: {subject} overlaps with stream {name}"
+                raise RefusedError(problem, code=error_codes.SUBJECTS_OVERLAP)
+
+
+def _refused(message: Message, problem: str, code: int | None = None) -> RefusedError:
+    return RefusedError(f"publish {message.subject}: {problem}", code=code)
 
 
 def _scheduled_ns(message: Message) -> int | None:
@@ -233,33 +219,23 @@ def _scheduled_ns(message: Message) -> int | None:
     except ValueError:
         time = None
     if not schedule.startswith(AT) or time is None or time.tzinfo is None:
-        raise RefusedError(
-            f"publish {message.subject}: in memory there is no schedule {schedule!r}", code=error_codes.INVALID_SCHEDULE
-        )
+        raise _refused(message, f"in memory there is no schedule {schedule!r}", error_codes.INVALID_SCHEDULE)
     return (time - EPOCH) // timedelta(microseconds=1) * 1000
 
 
 def _refuse_schedule(message: Message, taker: InMemoryStream) -> None:
     """Raise `RefusedError` for a schedule that the stream does not take, and for what only a schedule produces."""
     if PRODUCED_BY in _headers(message) and taker.config.get("allow_msg_schedules"):
-        raise RefusedError(
-            f"publish {message.subject}: it says itself that a schedule has produced it",
-            code=error_codes.SAYS_IT_WAS_SCHEDULED,
-        )
+        problem = "it says itself that a schedule has produced it"
+        raise _refused(message, problem, error_codes.SAYS_IT_WAS_SCHEDULED)
     if _scheduled_ns(message) is None:
         return
     if not taker.config.get("allow_msg_schedules"):
-        raise RefusedError(
-            f"publish {message.subject}: stream {taker.config['name']} does not take it, "
-            "switch on its allow_msg_schedules",
-            code=error_codes.SCHEDULES_OFF,
-        )
+        problem = f"stream {taker.config['name']} does not take it, switch on its allow_msg_schedules"
+        raise _refused(message, problem, error_codes.SCHEDULES_OFF)
     target = _headers(message).get(TARGET, "")
     if target == message.subject or {"*", ">", ""} & set(target.split(".")) or not taker.takes(target):
-        raise RefusedError(
-            f"publish {message.subject}: its schedule cannot lead to {target!r}",
-            code=error_codes.INVALID_SCHEDULE_TARGET,
-        )
+        raise _refused(message, f"its schedule cannot lead to {target!r}", error_codes.INVALID_SCHEDULE_TARGET)
 
 
 def _produced(schedule: Message) -> Message:

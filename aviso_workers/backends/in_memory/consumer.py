@@ -16,8 +16,10 @@ from typing import ClassVar
 
 import anyio
 from anyio.lowlevel import checkpoint
+from msgspec import Struct, field
 
 from aviso_workers.aviso.codec import Message
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends import Delivery, Noted
 from aviso_workers.backends.in_memory.connection import InMemoryConnection
 from aviso_workers.backends.in_memory.durable import Durable
@@ -28,29 +30,20 @@ from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
 
-class InMemoryConsumer:
+class InMemoryConsumer(Struct, eq=False, kw_only=True):
     """An open reader of a durable consumer; see `backends.Consumer`."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        connection: InMemoryConnection,
-        *,
-        deliver: Callable[[Sequence[Delivery]], None],
-        capacity: Callable[[], int],
-        priority: int,
-    ) -> None:
-        self.connection = connection
-        self.deliver = deliver
-        self.capacity = capacity
-        self.priority = priority
-        self.gone = anyio.Event()
-        self.settlements_lost = 0
-        self._dispatcher = dispatcher
+    dispatcher: Dispatcher
+    connection: InMemoryConnection
+    deliver: Callable[[Sequence[Delivery]], None]
+    capacity: Callable[[], int]
+    priority: int
+    gone: anyio.Event = field(default_factory=anyio.Event)
+    settlements_lost: int = 0
 
     @property
     def pinned(self) -> bool:
-        return self._dispatcher.pinned is self
+        return self.dispatcher.pinned is self
 
     @property
     def ready(self) -> bool:
@@ -58,11 +51,11 @@ class InMemoryConsumer:
         return self.connection.ready and self.capacity() > 0
 
     def refill(self) -> None:
-        self._dispatcher.wake()
+        self.dispatcher.wake()
 
     async def lost(self) -> None:
         await self.gone.wait()
-        raise NotFoundError(f"{self._dispatcher.name}: was deleted", code=error_codes.CONSUMER_NOT_FOUND)
+        raise NotFoundError(f"{self.dispatcher.name}: was deleted", code=error_codes.CONSUMER_NOT_FOUND)
 
     async def reached(self) -> None:
         await self.connection.reach()
@@ -73,7 +66,7 @@ class InMemoryConsumer:
             raise UnavailableError(f"in_memory: {self.settlements_lost} settlements were lost with the connection")
 
     async def stop(self) -> None:
-        self._dispatcher.leave(self)
+        self.dispatcher.leave(self)
         await checkpoint()
 
 
@@ -156,21 +149,12 @@ class Dispatcher:
             reader.gone.set()
             self.leave(reader)
 
-    def join(
-        self,
-        connection: InMemoryConnection,
-        *,
-        deliver: Callable[[Sequence[Delivery]], None],
-        capacity: Callable[[], int],
-        priority: int,
-    ) -> InMemoryConsumer:
-        reader = InMemoryConsumer(self, connection, deliver=deliver, capacity=capacity, priority=priority)
+    def join(self, reader: InMemoryConsumer) -> None:
         self._readers.append(reader)
         self.durable.readers = len(self._readers)
         self._stream.watchers.add(self.wake)
-        connection.watchers.add(self.wake)
+        reader.connection.watchers.add(self.wake)
         self.wake()
-        return reader
 
     def leave(self, reader: InMemoryConsumer) -> None:
         if reader not in self._readers:
@@ -228,7 +212,11 @@ class Dispatcher:
 
     def held_until(self) -> float:
         """Return for how long nobody else is given what is delivered, or reported in progress, now: at least."""
-        return self.time() + self.durable.ack_wait_seconds if self.durable.policy == PINNED else math.inf
+        return (
+            self.time() + self.durable.ack_wait_seconds
+            if self.durable.config["priority_policy"] == PINNED
+            else math.inf
+        )
 
     def wake(self) -> None:
         if not self._woken:
@@ -243,7 +231,7 @@ class Dispatcher:
         now = self._clock.monotonic()
         while (reader := self._next_reader()) and (taken := self.durable.take(now)):
             message, num_delivered = taken
-            if self.durable.policy == PINNED and not reader.pinned:
+            if self.durable.config["priority_policy"] == PINNED and not reader.pinned:
                 self.pin(reader)
             self.durable.last_delivered_ns = self._clock.time_ns()
             self._look_at(now + self.durable.ack_wait_seconds)
@@ -253,10 +241,11 @@ class Dispatcher:
             reader.deliver([InMemoryDelivery(message, num_delivered, self, reader, self.held_until(), losses)])
 
     def _next_reader(self) -> InMemoryConsumer | None:
-        if self.durable.policy == PINNED and self.pinned and not self._is_gone(self.pinned):
+        policy = self.durable.config["priority_policy"]
+        if policy == PINNED and self.pinned and not self._is_gone(self.pinned):
             return self.pinned if self._unpin_at == math.inf else None
         ready = [reader for reader in self._readers if reader.ready]
-        if self.durable.policy == PRIORITIZED:
+        if policy == PRIORITIZED:
             return min(ready, key=lambda reader: reader.priority, default=None)  # the first of those that are nearest
         return ready[0] if ready else None
 
@@ -265,7 +254,7 @@ class Dispatcher:
         if pinned in self._readers and pinned.ready:
             self._unpin_at = math.inf
             return False
-        self._unpin_at = min(self._unpin_at, self.time() + self.durable.priority_timeout_seconds)
+        self._unpin_at = min(self._unpin_at, self.time() + self.durable.config["priority_timeout"] / SECOND)
         if self.time() < self._unpin_at:
             self._look_at(self._unpin_at)
             return False

@@ -168,15 +168,6 @@ class Durable:
     def ack_wait_seconds(self) -> float:
         return float(self.config["ack_wait"] / SECOND)
 
-    @property
-    def policy(self) -> str:
-        """Which of its readers are served before others."""
-        return str(self.config["priority_policy"])
-
-    @property
-    def priority_timeout_seconds(self) -> float:
-        return float(self.config["priority_timeout"] / SECOND)
-
     def _configure(self, stated: Mapping[str, Any]) -> None:
         filters: Sequence[str] = {**self.config, **stated}["filter_subjects"]
         # As a server sees it: one lies within another. Two that only cross are taken.

@@ -106,7 +106,7 @@ class InMemoryStream:
         for sequences in tuple(self.subjects.values()):
             self._enforce_subject_limit(sequences)
         self._enforce_limits()
-        self._changed()
+        self.changed()
 
     def store(self, message: Message, *, message_id: str | None, now_ns: int) -> tuple[int, bool]:
         """Returns the sequence, and whether it is that of an earlier message of the same id."""
@@ -121,13 +121,13 @@ class InMemoryStream:
         sequence = self._append(message, now_ns)
         if message_id is not None:
             self._message_ids[message_id] = (sequence, now_ns)
-        self._changed()
+        self.changed()
         return sequence, False
 
     def forget_expired(self, now_ns: int) -> None:
         """Remove the messages that are too old, and wake those who watch the stream."""
         self.expire(now_ns)
-        self._changed()
+        self.changed()
 
     def knows(self, message_id: str) -> bool:
         """Return whether a message of this id is remembered."""
@@ -139,18 +139,14 @@ class InMemoryStream:
                 f"stream {self.config['name']}: no message {sequence}", code=error_codes.MESSAGE_NOT_DELETED
             )
         self._remove(sequence)
-        self._changed()
-
-    def ended(self) -> None:
-        """Wake those who watch the stream, because it was deleted."""
-        self._changed()
+        self.changed()
 
     def purge(self, subject: str = "") -> int:
         """Remove everything, or all of a subject; message ids are remembered and sequences go on, as in JetStream."""
         going = tuple(self.subjects.get(subject, ()) if subject else self.messages)
         for sequence in going:
             self._remove(sequence)
-        self._changed()
+        self.changed()
         return len(going)
 
     def expire(self, now_ns: int) -> None:
@@ -170,7 +166,7 @@ class InMemoryStream:
         """Drop the subject whose newest message is oldest."""
         for sequence in tuple(next(iter(self.subjects.values()))):
             self._remove(sequence)
-        self._changed()
+        self.changed()
 
     def newest(self, subject: str) -> Message | None:
         sequences = self.subjects.get(subject)
@@ -243,14 +239,14 @@ class InMemoryStream:
             held = self.subjects.get(subject, ())
             too_many = max(0, len(held) + count - self._subject_limit)
             leaving += [self.messages[sequence] for position, sequence in enumerate(held) if position < too_many]
-        if len(self.messages) - len(leaving) + len(messages) > self._limit("max_msgs"):
-            raise FullError(
-                f"stream {self.config['name']} is full: maximum messages exceeded", code=error_codes.STREAM_FULL
-            )
-        if self._bytes - sum(map(_size, leaving)) + sum(map(_size, messages)) > self._limit("max_bytes"):
-            raise FullError(
-                f"stream {self.config['name']} is full: maximum bytes exceeded", code=error_codes.STREAM_FULL
-            )
+        excess = {
+            "messages": len(self.messages) - len(leaving) + len(messages) - self._limit("max_msgs"),
+            "bytes": self._bytes - sum(map(_size, leaving)) + sum(map(_size, messages)) - self._limit("max_bytes"),
+        }
+        for what, beyond in excess.items():
+            if beyond > 0:
+                problem = f"stream {self.config['name']} is full: maximum {what} exceeded"
+                raise FullError(problem, code=error_codes.STREAM_FULL)
 
     def _add(self, message: Message) -> None:
         self.messages[message.sequence] = message
@@ -285,7 +281,8 @@ class InMemoryStream:
     def _first(self) -> Message:
         return next(iter(self.messages.values()))
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Wake those who watch the stream."""
         for watch in tuple(self.watchers):
             watch()
 

@@ -1,16 +1,16 @@
 """The JetStream backend: the only folder that knows nats-py.
 
 `connection` owns the connection and `wire` is the short way through it; `publisher`, `fast_batches`, `consumer` and
-`readers` use it, `pull_requests` asks for messages, `faults` says what an error means. `management` has the verbs of
-JetStream's API for streams and consumers, and `admin` asks for what only a server has.
+`readers` use it, `pull_requests` asks for messages, `faults` says what an error means. Each of four modules adds verbs
+to those before: `management` for streams and consumers, `readers` for reading, `admin` for what only a server is asked
+for, `snapshots` for streams as archives.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -22,7 +22,6 @@ from aviso_workers import config
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import (
     BulkKeyValue,
-    Chunk,
     ConnectionListener,
     ConsumerInfo,
     Delivery,
@@ -33,13 +32,13 @@ from aviso_workers.backends import (
     StreamInfo,
     buckets,
 )
-from aviso_workers.backends.jetstream import creation, readers
-from aviso_workers.backends.jetstream.admin import JetStreamAdministration
+from aviso_workers.backends.jetstream import creation
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.consumer import Outbox, PullConsumer
 from aviso_workers.backends.jetstream.fast_batches import Ingester
 from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.backends.jetstream.publisher import JetStreamPublisher
+from aviso_workers.backends.jetstream.snapshots import JetStreamSnapshots
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.jetstream import error_codes, identities, plans
@@ -54,7 +53,7 @@ LIMIT = re.compile(r"limit of (\d+)")
 LEAVE_SECONDS = 2.0
 
 
-class JetStreamBackend(JetStreamManagement):
+class JetStreamBackend(JetStreamSnapshots):
     """See `backends.Backend`. Connected while its `async with` block runs."""
 
     def __init__(
@@ -74,7 +73,6 @@ class JetStreamBackend(JetStreamManagement):
         self._publisher = JetStreamPublisher(connection)
         self._ingester = Ingester(connection, self._publisher)
         self._outbox = Outbox(connection)
-        self._administration = JetStreamAdministration(connection)
         self._made: dict[tuple[str, str], Identity] = {}
         self._marks = True
         """Whether consumers without a mark get one: not where this user may not update a consumer."""
@@ -106,8 +104,8 @@ class JetStreamBackend(JetStreamManagement):
     def at(self, prefix: str) -> JetStreamManagement:
         return JetStreamManagement(self._connection, prefix=prefix) if prefix else self
 
-    def administration(self) -> JetStreamAdministration:
-        return self._administration
+    def administration(self) -> JetStreamSnapshots:
+        return self
 
     async def create_stream(self, spec: StreamSpec) -> StreamInfo:
         found = await creation.create(self._connection, spec)
@@ -181,51 +179,6 @@ class JetStreamBackend(JetStreamManagement):
             scope.cancel()
             with anyio.CancelScope(shield=True):
                 await reader.close()
-
-    def read(
-        self,
-        stream: str,
-        *,
-        filter_subjects: Sequence[str],
-        start_sequence: int = 1,
-        start_time: datetime | None = None,
-        last_sequence: int | None = None,
-    ) -> AsyncGenerator[Message, None]:
-        return readers.read(
-            self._connection,
-            stream,
-            filter_subjects=filter_subjects,
-            start_sequence=start_sequence,
-            start_time=start_time,
-            last_sequence=last_sequence,
-        )
-
-    def read_chunks(
-        self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
-    ) -> AsyncGenerator[Chunk, None]:
-        return readers.read_chunks(
-            self._connection,
-            stream,
-            filter_subjects=filter_subjects,
-            start_sequence=start_sequence,
-            last_sequence=last_sequence,
-        )
-
-    async def count(
-        self,
-        stream: str,
-        *,
-        filter_subjects: Sequence[str],
-        start_sequence: int = 1,
-        start_time: datetime | None = None,
-    ) -> int:
-        return await readers.count(
-            self._connection,
-            stream,
-            filter_subjects=filter_subjects,
-            start_sequence=start_sequence,
-            start_time=start_time,
-        )
 
     async def publish(self, message: Message, *, message_id: str, stream: str, timeout_seconds: float) -> PubAck:
         outgoing = Outgoing(message, message_id, stream)

@@ -1,36 +1,31 @@
-"""Requests that only a server answers: its version, what its account uses, advisories, snapshots, and any request.
+"""Requests that only a server answers: its version, what its account uses, advisories, and any request.
 
-`Admin.administration` gives one. The verbs for streams and consumers are in `management`, the exchange of a snapshot's
-chunks in `snapshots`.
+The verbs for streams and consumers are in `management`, the exchange of a snapshot's chunks in `snapshots`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from aviso_workers._fast import Arrival
-from aviso_workers.backends import Received, StreamSnapshot
-from aviso_workers.backends.jetstream import faults, readers, snapshots, tls, unreadable, wire
-from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, NatsConnection, require_subject
-from aviso_workers.backends.jetstream.management import JetStreamManagement
+from aviso_workers.backends import Received
+from aviso_workers.backends.jetstream import faults, tls, unreadable, wire
+from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, require_subject
+from aviso_workers.backends.jetstream.readers import JetStreamReaders
 from aviso_workers.jetstream import info
-from aviso_workers.jetstream.info import AccountInfo, StreamInfo
+from aviso_workers.jetstream.info import AccountInfo
 
 MESSAGE_BYTES = 1024
 """What a message takes in memory beside its content."""
 
 
-class JetStreamAdministration:
-    """The requests of operators to a nats-server, through its JetStream API; see `backends.JetStreamAdministration`."""
-
-    def __init__(self, connection: NatsConnection) -> None:
-        self._connection = connection
+class JetStreamAdministration(JetStreamReaders):
+    """The requests of operators to a nats-server, through its JetStream API; see `backends.Administration`."""
 
     @property
     def server_version(self) -> str:
@@ -44,11 +39,6 @@ class JetStreamAdministration:
     @property
     def shares_inbox(self) -> bool:
         return self._connection.shares_inbox
-
-    async def api(
-        self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = API_TIMEOUT_SECONDS
-    ) -> dict[str, Any]:
-        return await self._connection.api(subject, request, prefix=prefix, timeout_seconds=timeout_seconds)
 
     async def account(self) -> AccountInfo:
         return info.account(await self.api("INFO"))
@@ -92,24 +82,8 @@ class JetStreamAdministration:
             sender.close()
             receiver.close()
 
-    def snapshot(self, stream: str) -> AbstractAsyncContextManager[StreamSnapshot]:
-        return snapshots.snapshot(self, self._connection, stream)
-
-    async def replica_count(self, stream: str, *, filter_subjects: Sequence[str]) -> tuple[str, int]:
-        return await readers.replica_count(self._connection, stream, filter_subjects)
-
-    async def restore(
-        self,
-        config: Mapping[str, Any],
-        state: Mapping[str, Any],
-        *,
-        read: Callable[[int], Awaitable[bytes]],
-        stays_unfinished: bool = False,
-    ) -> StreamInfo:
-        return await snapshots.restore(self, self._connection, config, state, read, stays_unfinished=stays_unfinished)
-
     async def require_readable(self, stream: str) -> None:
-        await unreadable.require_no_mark(JetStreamManagement(self._connection), stream)
+        await unreadable.require_no_mark(self, stream)
 
 
 def _received(arrival: Arrival) -> Received:

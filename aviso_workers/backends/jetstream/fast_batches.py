@@ -17,14 +17,13 @@ import secrets
 from collections.abc import Sequence
 
 import anyio
-import msgspec
 
 from aviso_workers._fast import Arrival
 from aviso_workers.backends import Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.jetstream import faults
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.inboxes import Inbox
-from aviso_workers.backends.jetstream.publisher import JetStreamPublisher, encode, encode_all
+from aviso_workers.backends.jetstream.publisher import JetStreamPublisher, PublishAnswer, decoded, encode, encode_all
 from aviso_workers.errors import BackendError, RefusedError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import StreamConfig
@@ -34,27 +33,6 @@ FEWEST = 10
 FLOW = 500
 """The server says how far it is after so many messages at the latest, and more often at first."""
 START, ADD, COMMIT = 0, 1, 2
-
-
-class _BatchAnswer(msgspec.Struct, frozen=True):
-    """The server's answer to a batch: its result, or, if it has a type, its progress."""
-
-    type: str = ""
-    stream: str = ""
-    domain: str = ""
-    batch: str = ""
-    count: int = 0
-    error: dict[str, str | int] = {}
-
-
-_decode_answer = msgspec.json.Decoder(_BatchAnswer).decode
-
-
-def _decoded(data: bytes) -> _BatchAnswer | None:
-    try:
-        return _decode_answer(data)
-    except msgspec.MsgspecError:
-        return None
 
 
 class _FastBatch:
@@ -67,9 +45,9 @@ class _FastBatch:
         self.places: list[int] = []
         """Of each, among those that are published together."""
         self.over = anyio.Event()
-        self.answer: _BatchAnswer | None = None
+        self.answer: PublishAnswer | None = None
 
-    def ends(self, answer: _BatchAnswer) -> None:
+    def ends(self, answer: PublishAnswer) -> None:
         self.answer = answer
         self.over.set()
 
@@ -177,7 +155,7 @@ class Ingester:
             batch = self._under_way.get(batch_id)
             if batch is None or batch.answer:
                 continue
-            answer = _decoded(data) if data else _BatchAnswer(stream=batch.stream)  # it is a status: no stream takes it
+            answer = decoded(data) if data else PublishAnswer(stream=batch.stream)  # it is a status: no stream takes it
             if answer is None or not (answer.type or self._is_of(batch, answer)):
                 self._connection.tell_foreign(f"publish to stream {batch.stream}", data)
                 continue
@@ -186,11 +164,11 @@ class Ingester:
             if data and not (answer.type or answer.error or answer.batch):
                 # Of one message: there is something between us and the server that does not hand on what makes a batch.
                 self._streams.discard(batch.stream)
-                answer = _BatchAnswer(stream=batch.stream)
+                answer = PublishAnswer(stream=batch.stream)
             if not answer.type:
                 batch.ends(answer)
 
-    def _is_of(self, batch: _FastBatch, answer: _BatchAnswer) -> bool:
+    def _is_of(self, batch: _FastBatch, answer: PublishAnswer) -> bool:
         return answer.stream == batch.stream and self._connection.is_own(answer.domain)
 
     def _on_disconnect(self) -> None:

@@ -5,7 +5,7 @@ nats-py's classes follow the HTTP-like code, and that says little.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,13 @@ from aviso_workers.jetstream import error_codes
 
 PER_SUBJECT = "per subject"
 """In the description of STREAM_FULL: a stream refuses a second message of a subject, which no waiting cures."""
+KINDS: tuple[tuple[Collection[int], type[BackendError]], ...] = (
+    (error_codes.NOT_FOUND, NotFoundError),
+    (error_codes.CONFLICT, ConflictError),
+    ((error_codes.STREAM_FULL,), FullError),
+    (error_codes.TRANSIENT, UnavailableError),
+)
+"""The error for each code of JetStream's; `RefusedError` for all others."""
 REFUSALS = {
     "authorization violation": "refused the credentials",
     "authorization failed": "refused the credentials",  # nats-py's word for it
@@ -55,15 +62,10 @@ def from_api(what: str, error: Mapping[str, Any]) -> BackendError:
         message = f"{message} (JetStream {code})"
     if code == error_codes.TEMPORARILY_UNAVAILABLE:  # which nobody leads
         message = f"{message}; more than half of the servers of a cluster must run"
-    if code in error_codes.NOT_FOUND:
-        return NotFoundError(message, code=code)
-    if code in error_codes.CONFLICT:
-        return ConflictError(message, code=code)
-    if code == error_codes.STREAM_FULL and PER_SUBJECT not in message:
-        return FullError(message, code=code)
-    if code in error_codes.TRANSIENT:
-        return UnavailableError(message, code=code)
-    return RefusedError(message, code=code)
+    kind = next((kind for codes, kind in KINDS if code in codes), RefusedError)
+    if kind is FullError and PER_SUBJECT in message:
+        kind = RefusedError
+    return kind(message, code=code)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class JetStreamManagement:
         self, stream: str, *, deleted_details: bool = False, timeout_seconds: float = API_TIMEOUT_SECONDS
     ) -> StreamInfo:
         request = {"deleted_details": True} if deleted_details else None
-        return self._stream(await self._api(f"STREAM.INFO.{stream}", request, timeout_seconds=timeout_seconds))
+        return self._stream(await self.api(f"STREAM.INFO.{stream}", request, timeout_seconds=timeout_seconds))
 
     async def add_stream(self, config: Mapping[str, Any]) -> StreamInfo:
         async with unreadable.guarding_unreadable(self, config["name"]):
@@ -56,18 +56,18 @@ class JetStreamManagement:
 
     async def add_unguarded(self, config: Mapping[str, Any]) -> StreamInfo:
         """Create a stream that cannot be the one that the server cannot read; see `unreadable`."""
-        return self._stream(await self._api(f"STREAM.CREATE.{config['name']}", config))
+        return self._stream(await self.api(f"STREAM.CREATE.{config['name']}", config))
 
     async def update_stream(self, config: Mapping[str, Any]) -> StreamInfo:
-        return self._stream(await self._api(f"STREAM.UPDATE.{config['name']}", config))
+        return self._stream(await self.api(f"STREAM.UPDATE.{config['name']}", config))
 
     async def delete_stream(self, stream: str) -> None:
-        await self._api(f"STREAM.DELETE.{stream}")
+        await self.api(f"STREAM.DELETE.{stream}")
 
     async def purge_stream(self, stream: str, *, subject: str = "", keep: int = 0, before: int = 0) -> int:
         wanted = {"filter": subject, "keep": keep, "seq": before}
         request = {field: value for field, value in wanted.items() if value}
-        return int((await self._api(f"STREAM.PURGE.{stream}", request))["purged"])
+        return int((await self.api(f"STREAM.PURGE.{stream}", request))["purged"])
 
     async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
         pages = await self._listing(f"STREAM.INFO.{stream}", {"subjects_filter": subject})
@@ -83,27 +83,20 @@ class JetStreamManagement:
         if next_by_subject:
             request["next_by_subj"] = next_by_subject
         try:
-            found = info.message(await self._api(f"STREAM.MSG.GET.{stream}", request))
+            return info.message(await self.api(f"STREAM.MSG.GET.{stream}", request), Headers)
         except NotFoundError as error:
             if error.code != error_codes.NO_MESSAGE:
                 raise
             return None
-        return Message(
-            subject=found.subject,
-            data=found.data,
-            headers=Headers(found.header_block) if found.header_block else None,
-            sequence=found.sequence,
-            timestamp_ns=found.timestamp_ns,
-        )
 
     async def delete_message(self, stream: str, sequence: int, *, overwrite: bool = True) -> None:
         try:
-            await self._api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": not overwrite})
+            await self.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": not overwrite})
         except RefusedError as error:
             if error.code != error_codes.MESSAGE_NOT_DELETED:
                 raise
             # The server has one code for "no such message" and for what really failed: ask for the message itself.
-            await self._api(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
+            await self.api(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
             raise
 
     async def consumer_names(self, stream: str) -> list[str]:
@@ -117,7 +110,7 @@ class JetStreamManagement:
     async def consumer_info(
         self, stream: str, consumer: str, *, timeout_seconds: float = API_TIMEOUT_SECONDS
     ) -> ConsumerInfo:
-        answer = await self._api(f"CONSUMER.INFO.{stream}.{consumer}", timeout_seconds=timeout_seconds)
+        answer = await self.api(f"CONSUMER.INFO.{stream}.{consumer}", timeout_seconds=timeout_seconds)
         return info.consumer(answer)
 
     async def put_consumer(
@@ -132,17 +125,17 @@ class JetStreamManagement:
     ) -> ConsumerInfo:
         subject = ".".join(filter(None, ("CONSUMER.CREATE", stream, consumer, filter_in_subject)))
         request = {"stream_name": stream, "config": config, "action": action}
-        return info.consumer(await self._api(subject, request, timeout_seconds=timeout_seconds))
+        return info.consumer(await self.api(subject, request, timeout_seconds=timeout_seconds))
 
     async def add_unnamed_consumer(
         self, stream: str, config: Mapping[str, Any], *, timeout_seconds: float
     ) -> ConsumerInfo:
         """Create a consumer whose name is in its configuration alone, so that one right is enough for any name."""
         request = {"stream_name": stream, "config": config}
-        return info.consumer(await self._api(f"CONSUMER.CREATE.{stream}", request, timeout_seconds=timeout_seconds))
+        return info.consumer(await self.api(f"CONSUMER.CREATE.{stream}", request, timeout_seconds=timeout_seconds))
 
     async def delete_consumer(self, stream: str, consumer: str) -> None:
-        await self._api(f"CONSUMER.DELETE.{stream}.{consumer}")
+        await self.api(f"CONSUMER.DELETE.{stream}.{consumer}")
 
     def delete_consumer_soon(self, stream: str, consumer: str) -> None:
         """Ask for a consumer to be deleted, and wait for no answer."""
@@ -150,12 +143,12 @@ class JetStreamManagement:
         self._connection.post(f"CONSUMER.DELETE.{stream}.{consumer}", b"", reply=inbox, prefix=self._prefix)
 
     async def unpin_consumer(self, stream: str, consumer: str, *, group: str) -> None:
-        await self._api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": group})
+        await self.api(f"CONSUMER.UNPIN.{stream}.{consumer}", {"group": group})
 
     async def pause_consumer(self, stream: str, consumer: str, *, until: datetime | None) -> float:
         self._connection.require_server(2, 11, to="pause a consumer")
         request = {"pause_until": until.isoformat()} if until else {}
-        return info.pause_seconds(await self._api(f"CONSUMER.PAUSE.{stream}.{consumer}", request))
+        return info.pause_seconds(await self.api(f"CONSUMER.PAUSE.{stream}.{consumer}", request))
 
     async def reset_consumer(self, stream: str, consumer: str, *, sequence: int) -> ConsumerInfo:
         self._connection.require_server(2, 14, to="reset a consumer")
@@ -165,7 +158,7 @@ class JetStreamManagement:
         # Before it is done: a worker that is given something again must find that it was meant to be.
         await self.put_consumer(stream, consumer, config, action="update")
         try:
-            return info.consumer(await self._api(f"CONSUMER.RESET.{stream}.{consumer}", {"seq": sequence}))
+            return info.consumer(await self.api(f"CONSUMER.RESET.{stream}.{consumer}", {"seq": sequence}))
         except RefusedError as error:
             if error.code != error_codes.INVALID_RESET:
                 raise
@@ -185,13 +178,15 @@ class JetStreamManagement:
             pages: list[dict[str, Any]] = []
             offset = 0  # not by how many came: a cluster leaves out those that do not answer
             while not pages or pages[-1]["total"] == pages[0]["total"]:
-                pages.append(await self._api(subject, {**request, "offset": offset}))
+                pages.append(await self.api(subject, {**request, "offset": offset}))
                 offset += pages[-1]["limit"]
                 if offset >= pages[-1]["total"] == pages[0]["total"]:
                     return pages
         raise UnavailableError(f"{subject}: entries come and go faster than they are listed")
 
-    async def _api(
-        self, subject: str, request: Any = None, *, timeout_seconds: float = API_TIMEOUT_SECONDS
+    async def api(
+        self, subject: str, request: Any = None, *, prefix: str = "", timeout_seconds: float = API_TIMEOUT_SECONDS
     ) -> dict[str, Any]:
-        return await self._connection.api(subject, request, prefix=self._prefix, timeout_seconds=timeout_seconds)
+        """Ask what no other method asks for, at this prefix or another one, as `backends.Administration.api` does."""
+        whole = prefix or self._prefix
+        return await self._connection.api(subject, request, prefix=whole, timeout_seconds=timeout_seconds)

@@ -25,16 +25,29 @@ from aviso_workers.jetstream import error_codes, subjects
 MAX_BYTES_OF_CHARACTER = 4
 
 
-class _PublishAnswer(msgspec.Struct, frozen=True):
+class PublishAnswer(msgspec.Struct, frozen=True):
+    """The server's answer to a message, or to a fast batch: its result, or, if it has a type, its progress."""
+
+    type: str = ""
     stream: str = ""
     domain: str = ""
     seq: int = 0
     duplicate: bool = False
     val: str | None = None
-    error: dict[str, str | int] | None = None
+    batch: str = ""
+    count: int = 0
+    error: dict[str, str | int] = {}
 
 
-_decode_answer = msgspec.json.Decoder(_PublishAnswer).decode
+_decode_answer = msgspec.json.Decoder(PublishAnswer).decode
+
+
+def decoded(data: bytes) -> PublishAnswer | None:
+    """Return an answer; None where it is something else."""
+    try:
+        return _decode_answer(data)
+    except msgspec.MsgspecError:
+        return None
 
 
 class JetStreamPublisher:
@@ -128,12 +141,10 @@ class JetStreamPublisher:
             return UnavailableError(
                 f"{_described(outgoing)}: no stream takes this subject, or its leader is being elected"
             )
-        try:
-            answer = _decode_answer(data)
-        except msgspec.MsgspecError:
+        if (answer := decoded(data)) is None:
             return None
         is_own = answer.stream == outgoing.stream and self._connection.is_own(answer.domain)
-        if (error := answer.error) is not None:
+        if error := answer.error:
             code = error.get("err_code")
             if not is_own and answer.stream and code != error_codes.WRONG_STREAM:  # which names the other stream
                 return None

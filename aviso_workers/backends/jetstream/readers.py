@@ -72,218 +72,203 @@ ELECTION_SECONDS = 8.0
 """Longer than the servers take to elect another leader for one that has died."""
 
 
-async def read(
-    connection: NatsConnection,
-    stream: str,
-    *,
-    filter_subjects: Sequence[str],
-    start_sequence: int,
-    start_time: datetime | None,
-    last_sequence: int | None,
-) -> AsyncGenerator[Message, None]:
-    """Yield a stream's messages, as `backends.Backend.read` does."""
-    start = _start(start_sequence, start_time)
-    first = start_sequence if start_time is None else 1
+class JetStreamReaders(JetStreamManagement):
+    """The management of streams and consumers, which also reads streams without acks."""
 
-    async with _reader(connection, stream, filter_subjects, start, ahead=AHEAD, last_sequence=last_sequence) as reader:
-        while messages := await reader.more():
-            for message in map(message_of, messages):
-                # A start beyond the end: the server begins with whatever comes next.
-                if message.sequence < first or (start_time is not None and store_time(message) < start_time):
-                    continue
-                yield message
+    async def read(
+        self,
+        stream: str,
+        *,
+        filter_subjects: Sequence[str],
+        start_sequence: int = 1,
+        start_time: datetime | None = None,
+        last_sequence: int | None = None,
+    ) -> AsyncGenerator[Message, None]:
+        """Yield a stream's messages, as `backends.Backend.read` does."""
+        start = _start(start_sequence, start_time)
+        first = start_sequence if start_time is None else 1
 
+        async with self._reader(stream, filter_subjects, start, ahead=AHEAD, last_sequence=last_sequence) as reader:
+            while messages := await reader.more():
+                for message in map(message_of, messages):
+                    # A start beyond the end: the server begins with whatever comes next.
+                    if message.sequence < first or (start_time is not None and store_time(message) < start_time):
+                        continue
+                    yield message
 
-async def read_chunks(
-    connection: NatsConnection, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
-) -> AsyncGenerator[Chunk, None]:
-    """Yield a stream's messages in chunks, as `backends.Backend.read_chunks` does."""
-    start = _start(start_sequence)
-    ahead = 2 * CHUNK
-    async with _reader(connection, stream, filter_subjects, start, ahead=ahead, last_sequence=last_sequence) as reader:
-        while messages := await reader.more(worth=CHUNK):
-            subjects, _, headers, data, _, sequences, _, timestamps_ns, _ = zip(*messages, strict=True)
-            yield Chunk(
-                subjects=subjects,
-                data=data,
-                headers=HeaderBlocks(headers),
-                sequences=sequences,
-                timestamps_ns=timestamps_ns,
-            )
+    async def read_chunks(
+        self, stream: str, *, filter_subjects: Sequence[str], start_sequence: int, last_sequence: int
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield a stream's messages in chunks, as `backends.Backend.read_chunks` does."""
+        start = _start(start_sequence)
+        ahead = 2 * CHUNK
+        async with self._reader(stream, filter_subjects, start, ahead=ahead, last_sequence=last_sequence) as reader:
+            while messages := await reader.more(worth=CHUNK):
+                subjects, _, headers, data, _, sequences, _, timestamps_ns, _ = zip(*messages, strict=True)
+                yield Chunk(
+                    subjects=subjects,
+                    data=data,
+                    headers=HeaderBlocks(headers),
+                    sequences=sequences,
+                    timestamps_ns=timestamps_ns,
+                )
 
+    async def count(
+        self,
+        stream: str,
+        *,
+        filter_subjects: Sequence[str],
+        start_sequence: int = 1,
+        start_time: datetime | None = None,
+    ) -> int:
+        """See `backends.Backend.count`. A consumer that would read them knows how many there are."""
+        return (await self._counting(stream, filter_subjects, _start(start_sequence, start_time))).num_pending
 
-async def count(
-    connection: NatsConnection,
-    stream: str,
-    *,
-    filter_subjects: Sequence[str],
-    start_sequence: int,
-    start_time: datetime | None,
-) -> int:
-    """See `backends.Backend.count`. A consumer that would read them knows how many there are."""
-    return (await _counting(connection, stream, filter_subjects, _start(start_sequence, start_time))).num_pending
+    async def replica_count(self, stream: str, *, filter_subjects: Sequence[str]) -> tuple[str, int]:
+        """See `backends.Administration.replica_count`. A server counts for a consumer what its own replica holds."""
+        created = await self._counting(stream, filter_subjects, _start(1))
+        return created.cluster.leader, created.num_pending
 
+    async def _counting(self, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]) -> ConsumerInfo:
+        created = await self._create_consumer(stream, filter_subjects, start)
+        await self.delete_consumer_at_best(stream, created.name)
+        return created
 
-async def replica_count(connection: NatsConnection, stream: str, filter_subjects: Sequence[str]) -> tuple[str, int]:
-    """See `backends.Administration.replica_count`. A server counts for a consumer what its own replica holds."""
-    created = await _counting(connection, stream, filter_subjects, _start(1))
-    return created.cluster.leader, created.num_pending
+    async def next_sequence(self, stream: str, subject: str, *, after: int) -> int | None:
+        """Return the sequence of the next message that a filter takes, as the stream's leader holds it; None for
+        none.
+        """
+        found = await self.message(stream, after + 1, next_by_subject=subject)
+        return found.sequence if found else None
 
+    async def delete_consumer_at_best(self, stream: str, name: str) -> None:
+        """Delete a consumer, or leave it to the server, which removes it when it was inactive for long enough."""
+        with suppress(BackendError):
+            await self.delete_consumer(stream, name)
 
-async def _counting(
-    connection: NatsConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
-) -> ConsumerInfo:
-    created = await _create_consumer(connection, stream, filter_subjects, start)
-    await _delete_consumer(connection, stream, created.name)
-    return created
+    async def _create_consumer(
+        self, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
+    ) -> ConsumerInfo:
+        """Return the consumer as it was made, under a name that is free where the stream is one of several apps.
 
+        Raises `UnavailableError` with the code CONSUMER_EXISTS where all names are taken, and `DeniedError`.
+        """
+        create = partial(self._create_somewhere, stream, filter_subjects, start)
+        names = identities.reader_names(self._connection.owner, stream)
+        if not names:
+            return await create(name="")
+        known_as = f"{names[0]} to {names[-1]}"
+        until, order = anyio.current_time() + NAMED_SECONDS, random.sample(names, len(names))
+        while order:
+            try:
+                return await create(name=order.pop())
+            except DeniedError as error:
+                raise DeniedError(
+                    f"{error}; readers of {stream} are called {known_as}: give the user the permissions that "
+                    "`aviso-workers server render --role` prints now"
+                ) from error
+            except RefusedError as error:
+                if error.code != error_codes.CONSUMER_EXISTS:
+                    raise
+            if not order and anyio.current_time() < until:
+                await anyio.sleep(NEXT_NAME_SECONDS)
+                order.append(random.choice(names))
+        raise UnavailableError(
+            f"all {len(names)} readers of {stream} are at work, {known_as}: read less of it at once; the name of one "
+            f"that was killed is free after {INACTIVE_SECONDS} s",
+            code=error_codes.CONSUMER_EXISTS,
+        )
 
-async def next_sequence(connection: NatsConnection, stream: str, subject: str, *, after: int) -> int | None:
-    """Return the sequence of the next message that a filter takes, as the stream's leader holds it; None for none."""
-    found = await JetStreamManagement(connection).message(stream, after + 1, next_by_subject=subject)
-    return found.sequence if found else None
+    async def _create_somewhere(
+        self, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any], *, name: str
+    ) -> ConsumerInfo:
+        """Return the consumer as it was made, with a random name where none is given.
 
+        For minutes after one of three servers has died, the others give it every third such consumer to keep, and
+        nobody answers then. So it is recreated, by chance elsewhere; at last with as many replicas as the stream has,
+        of which a majority elects a leader if need be.
+        """
+        create = partial(self._create_replicated, stream, filter_subjects, start, name=name)
+        for _ in range(CREATE_TRIES):
+            with suppress(UnavailableError):
+                return await create(replicas=1, timeout_seconds=CREATE_SECONDS)
+        found = await self.stream_info(stream)
+        return await create(replicas=found.config.num_replicas, timeout_seconds=ELECTION_SECONDS)
 
-def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
-    """Return where a consumer begins."""
-    if time is not None:
-        return {"deliver_policy": "by_start_time", "opt_start_time": time.isoformat()}
-    return {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, sequence)}
-
-
-async def _create_consumer(
-    connection: NatsConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any]
-) -> ConsumerInfo:
-    """Return the consumer as it was made, under a name that is free where the stream is one of several apps.
-
-    Raises `UnavailableError` with the code CONSUMER_EXISTS where all names are taken, and `DeniedError`.
-    """
-    create = partial(_create_somewhere, connection, stream, filter_subjects, start)
-    names = identities.reader_names(connection.owner, stream)
-    if not names:
-        return await create(name="")
-    known_as = f"{names[0]} to {names[-1]}"
-    until, order = anyio.current_time() + NAMED_SECONDS, random.sample(names, len(names))
-    while order:
+    async def _create_replicated(
+        self,
+        stream: str,
+        filter_subjects: Sequence[str],
+        start: Mapping[str, Any],
+        *,
+        name: str,
+        replicas: int,
+        timeout_seconds: float,
+    ) -> ConsumerInfo:
+        token = secrets.token_hex(8)
+        config = {
+            **start,
+            "name": name or token,
+            "ack_policy": "none",
+            "max_deliver": 1,
+            "replay_policy": "instant",
+            "filter_subjects": list(filter_subjects),
+            "inactive_threshold": INACTIVE_SECONDS * SECOND,
+            "mem_storage": True,
+            "num_replicas": replicas,
+        }
         try:
-            return await create(name=order.pop())
-        except DeniedError as error:
-            raise DeniedError(
-                f"{error}; readers of {stream} are called {known_as}: give the user the permissions that "
-                "`aviso-workers server render --role` prints now"
-            ) from error
-        except RefusedError as error:
-            if error.code != error_codes.CONSUMER_EXISTS:
-                raise
-        if not order and anyio.current_time() < until:
-            await anyio.sleep(NEXT_NAME_SECONDS)
-            order.append(random.choice(names))
-    raise UnavailableError(
-        f"all {len(names)} readers of {stream} are at work, {known_as}: read less of it at once; the name of one that "
-        f"was killed is free after {INACTIVE_SECONDS} s",
-        code=error_codes.CONSUMER_EXISTS,
-    )
+            if not name:
+                return await self.add_unnamed_consumer(stream, config, timeout_seconds=timeout_seconds)
+            config |= {"priority_groups": [token], "priority_policy": "overflow"}
+            return await self.put_consumer(stream, name, config, action="create", timeout_seconds=timeout_seconds)
+        except UnavailableError:
+            # A dead server removes nothing, and a stream with a consumer of which nobody knows the state cannot be
+            # backed up. The others remove it, and nobody answers, because that is up to the server that had it.
+            self.delete_consumer_soon(stream, name or token)
+            raise
 
+    @asynccontextmanager
+    async def _reader(
+        self,
+        stream: str,
+        filter_subjects: Sequence[str],
+        start: Mapping[str, Any],
+        *,
+        ahead: int,
+        last_sequence: int | None,
+    ) -> AsyncIterator[_EphemeralReader]:
+        created = await self._create_consumer(stream, filter_subjects, start)
+        reader = _EphemeralReader(
+            self, self._connection, created, filter_subjects=filter_subjects, ahead=ahead, last_sequence=last_sequence
+        )
+        await reader.open()
+        try:
+            if last_sequence is not None and (begin := start.get("opt_start_seq")):
+                await self._require_beginning(stream, filter_subjects, begin, created)
+            yield reader
+        finally:
+            with anyio.CancelScope(shield=True):
+                await reader.close()
 
-async def _create_somewhere(
-    connection: NatsConnection, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any], *, name: str
-) -> ConsumerInfo:
-    """Return the consumer as it was made, with a random name where none is given.
-
-    For minutes after one of three servers has died, the others give it every third such consumer to keep, and nobody
-    answers then. So it is recreated, by chance elsewhere; at last with as many replicas as the stream has, of which
-    a majority elects a leader if need be.
-    """
-    create = partial(_create_replicated, connection, stream, filter_subjects, start, name=name)
-    for _ in range(CREATE_TRIES):
-        with suppress(UnavailableError):
-            return await create(replicas=1, timeout_seconds=CREATE_SECONDS)
-    found = await JetStreamManagement(connection).stream_info(stream)
-    return await create(replicas=found.config.num_replicas, timeout_seconds=ELECTION_SECONDS)
-
-
-async def _create_replicated(
-    connection: NatsConnection,
-    stream: str,
-    filter_subjects: Sequence[str],
-    start: Mapping[str, Any],
-    *,
-    name: str,
-    replicas: int,
-    timeout_seconds: float,
-) -> ConsumerInfo:
-    token = secrets.token_hex(8)
-    config = {
-        **start,
-        "name": name or token,
-        "ack_policy": "none",
-        "max_deliver": 1,
-        "replay_policy": "instant",
-        "filter_subjects": list(filter_subjects),
-        "inactive_threshold": INACTIVE_SECONDS * SECOND,
-        "mem_storage": True,
-        "num_replicas": replicas,
-    }
-    management = JetStreamManagement(connection)
-    try:
-        if not name:
-            return await management.add_unnamed_consumer(stream, config, timeout_seconds=timeout_seconds)
-        config |= {"priority_groups": [token], "priority_policy": "overflow"}
-        return await management.put_consumer(stream, name, config, action="create", timeout_seconds=timeout_seconds)
-    except UnavailableError:
-        # A dead server removes nothing, and a stream with a consumer of which nobody knows the state cannot be backed
-        # up. The others remove it, and nobody answers, because that is up to the server that had it.
-        management.delete_consumer_soon(stream, name or token)
-        raise
-
-
-async def _delete_consumer(connection: NatsConnection, stream: str, name: str) -> None:
-    with suppress(BackendError):  # the server removes it when it was inactive for long enough
-        await JetStreamManagement(connection).delete_consumer(stream, name)
-
-
-@asynccontextmanager
-async def _reader(
-    connection: NatsConnection,
-    stream: str,
-    filter_subjects: Sequence[str],
-    start: Mapping[str, Any],
-    *,
-    ahead: int,
-    last_sequence: int | None,
-) -> AsyncIterator[_EphemeralReader]:
-    created = await _create_consumer(connection, stream, filter_subjects, start)
-    reader = _EphemeralReader(
-        connection, stream, created, filter_subjects=filter_subjects, ahead=ahead, last_sequence=last_sequence
-    )
-    await reader.open()
-    try:
-        if last_sequence is not None and (begin := start.get("opt_start_seq")):
-            await _require_beginning(connection, stream, filter_subjects, begin, created)
-        yield reader
-    finally:
-        with anyio.CancelScope(shield=True):
-            await reader.close()
-
-
-async def _require_beginning(
-    connection: NatsConnection, stream: str, filter_subjects: Sequence[str], begin: int, created: ConsumerInfo
-) -> None:
-    """Raise `UnavailableError` where the stream's leader has messages from `begin` on that the replica which serves the
-    consumer has not: that begins after `created.position`. Another consumer may get a better replica.
-    """
-    if created.position < begin:
-        return
-    for subject in filter_subjects or (">",):
-        lacking = await next_sequence(connection, stream, subject, after=begin - 1)
-        if lacking is None or lacking > created.position:
-            continue
-        await anyio.sleep(LASTING_SECONDS)
-        if await next_sequence(connection, stream, subject, after=lacking - 1) == lacking:
-            raise UnavailableError(
-                f"the replica of {stream} on {created.cluster.leader} lacks messages that the leader of the stream "
-                f"has, such as sequence {lacking} (`aviso-workers doctor`, JS072)"
-            )
+    async def _require_beginning(
+        self, stream: str, filter_subjects: Sequence[str], begin: int, created: ConsumerInfo
+    ) -> None:
+        """Raise `UnavailableError` where the stream's leader has messages from `begin` on that the replica which serves
+        the consumer has not: that begins after `created.position`. Another consumer may get a better replica.
+        """
+        if created.position < begin:
+            return
+        for subject in filter_subjects or (">",):
+            lacking = await self.next_sequence(stream, subject, after=begin - 1)
+            if lacking is None or lacking > created.position:
+                continue
+            await anyio.sleep(LASTING_SECONDS)
+            if await self.next_sequence(stream, subject, after=lacking - 1) == lacking:
+                raise UnavailableError(
+                    f"the replica of {stream} on {created.cluster.leader} lacks messages that the leader of the stream "
+                    f"has, such as sequence {lacking} (`aviso-workers doctor`, JS072)"
+                )
 
 
 class _EphemeralReader:
@@ -294,8 +279,8 @@ class _EphemeralReader:
 
     def __init__(
         self,
+        server: JetStreamReaders,
         connection: NatsConnection,
-        stream: str,
         created: ConsumerInfo,
         *,
         filter_subjects: Sequence[str],
@@ -303,7 +288,8 @@ class _EphemeralReader:
         last_sequence: int | None,
     ) -> None:
         self._connection = connection
-        self._stream = stream
+        self._server = server
+        self._stream = created.stream
         self._consumer = created.name
         self._limits = created.config
         self._filters = filter_subjects or (">",)
@@ -324,7 +310,11 @@ class _EphemeralReader:
         self._changed = anyio.Event()
         self._lost: BackendError | None = None
         self._pulls = PullSubscription(
-            connection, stream=stream, consumer=self._consumer, on_messages=self._on_messages, on_change=self._change
+            connection,
+            stream=self._stream,
+            consumer=self._consumer,
+            on_messages=self._on_messages,
+            on_change=self._change,
         )
 
     async def open(self) -> None:
@@ -335,7 +325,7 @@ class _EphemeralReader:
         self._connection.on_disconnect.discard(self._on_disconnect)
         await self._pulls.close()
         if not isinstance(self._pulls.error, RefusedError):  # it is gone, and another reader may have its name
-            await _delete_consumer(self._connection, self._stream, self._consumer)
+            await self._server.delete_consumer_at_best(self._stream, self._consumer)
 
     async def more(self, *, worth: int = 1) -> list[Stored]:
         """Return the next messages in order, as soon as there are so many; none where a bounded reading has all."""
@@ -387,7 +377,7 @@ class _EphemeralReader:
         """
         seen = self._seen
         for subject in self._filters:
-            following = await next_sequence(self._connection, self._stream, subject, after=seen)
+            following = await self._server.next_sequence(self._stream, subject, after=seen)
             if following is not None and not self._has_passed(following - 1):
                 break
         else:
@@ -428,3 +418,10 @@ class _EphemeralReader:
     def _change(self) -> None:
         if not self._changed.is_set():
             self._changed.set()
+
+
+def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:
+    """Return where a consumer begins."""
+    if time is not None:
+        return {"deliver_policy": "by_start_time", "opt_start_time": time.isoformat()}
+    return {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, sequence)}

@@ -1,6 +1,6 @@
 """Streams taken out of a server as one archive, and put back: JetStream's snapshot and restore, as wire.
 
-`Administration` hands them on. What an archive holds and where it is kept is not known here (see `ops.backups`).
+What an archive holds and where it is kept is not known here (see `ops.backups`).
 
 A snapshot comes as chunks to an inbox. The server sends some megabytes ahead and then waits for acknowledgements, which
 is how a slow disk slows it down. An empty message is the end, and its status tells whether it is a good one. A restore
@@ -21,10 +21,10 @@ import anyio
 import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from aviso_workers.backends import Administration, Received, StreamSnapshot
+from aviso_workers.backends import Received, StreamSnapshot
 from aviso_workers.backends.jetstream import faults, unreadable
+from aviso_workers.backends.jetstream.admin import JetStreamAdministration
 from aviso_workers.backends.jetstream.connection import NatsConnection
-from aviso_workers.backends.jetstream.management import JetStreamManagement
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, info
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
@@ -47,57 +47,75 @@ DROPPED = ("sources", "republish", "subject_transform")
 Read = Callable[[int], Awaitable[bytes]]
 
 
-@asynccontextmanager
-async def snapshot(server: Administration, connection: NatsConnection, stream: str) -> AsyncIterator[StreamSnapshot]:
-    """See `Administration.snapshot`."""
-    inbox = server.new_inbox()
-    async with _answers(server, connection, inbox, f"snapshot of {stream}") as answers:
-        request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
-        config, state = info.snapshot(await connection.api(f"STREAM.SNAPSHOT.{stream}", request))
-        yield StreamSnapshot(config=config, state=state, chunks=_chunks(server, answers))
+class JetStreamSnapshots(JetStreamAdministration):
+    """The requests of operators to a nats-server, which also takes streams out and puts them back."""
 
+    @asynccontextmanager
+    async def snapshot(self, stream: str) -> AsyncIterator[StreamSnapshot]:
+        """See `Administration.snapshot`."""
+        inbox = self.new_inbox()
+        async with self._answers(inbox, f"snapshot of {stream}") as answers:
+            request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
+            config, state = info.snapshot(await self.api(f"STREAM.SNAPSHOT.{stream}", request))
+            yield StreamSnapshot(config=config, state=state, chunks=self._chunks(answers))
 
-async def restore(
-    server: Administration,
-    connection: NatsConnection,
-    config: Mapping[str, Any],
-    state: Mapping[str, Any],
-    read: Read,
-    *,
-    stays_unfinished: bool,
-) -> StreamInfo:
-    """Restore a stream from a snapshot, as `Administration.restore` does."""
-    name = config["name"]
-    management = JetStreamManagement(connection)
-    request = {"config": _unfinished(config), "state": state}
-    async with unreadable.guarding_unreadable(management, name):
-        begun = await connection.api(f"STREAM.RESTORE.{name}", request)
-        if "deliver_subject" not in begun:
-            raise UnavailableError(f"restore of {name}: the server names no subject for the archive: {begun}")
-        try:
-            inbox = server.new_inbox()
-            async with _answers(server, connection, inbox, f"restore of {name}") as answers:
-                upload = _Upload(server, answers, begun["deliver_subject"], inbox)
-                await upload.send_all(read, size=min(CHUNK_BYTES, connection.nc.max_payload))
-        except BaseException:
-            await _remove(connection, name)
-            raise
-    if stays_unfinished:
-        return await management.stream_info(name)
-    # From here on somebody may publish into it: unless the server says no, it is not ours to remove any more.
-    with anyio.CancelScope(shield=True):
-        try:
-            made = await management.update_stream(config)
-        except RefusedError:
-            await _remove(connection, name)
-            raise
-    return made
+    async def restore(
+        self, config: Mapping[str, Any], state: Mapping[str, Any], *, read: Read, stays_unfinished: bool = False
+    ) -> StreamInfo:
+        """Restore a stream from a snapshot, as `Administration.restore` does."""
+        name = config["name"]
+        request = {"config": _unfinished(config), "state": state}
+        async with unreadable.guarding_unreadable(self, name):
+            begun = await self.api(f"STREAM.RESTORE.{name}", request)
+            if "deliver_subject" not in begun:
+                raise UnavailableError(f"restore of {name}: the server names no subject for the archive: {begun}")
+            try:
+                inbox = self.new_inbox()
+                async with self._answers(inbox, f"restore of {name}") as answers:
+                    upload = _Upload(self, answers, begun["deliver_subject"], inbox)
+                    await upload.send_all(read, size=min(CHUNK_BYTES, self._connection.nc.max_payload))
+            except BaseException:
+                await self._remove(name)
+                raise
+        if stays_unfinished:
+            return await self.stream_info(name)
+        # From here on somebody may publish into it: unless the server says no, it is not ours to remove any more.
+        with anyio.CancelScope(shield=True):
+            try:
+                made = await self.update_stream(config)
+            except RefusedError:
+                await self._remove(name)
+                raise
+        return made
 
+    async def _remove(self, stream: str) -> None:
+        with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
+            await self._connection.flush()  # if it was the connection that failed, wait for the next one
+            await self.delete_stream(stream)
 
-async def _remove(connection: NatsConnection, stream: str) -> None:
-    with anyio.move_on_after(GIVE_UP_SECONDS, shield=True), suppress(BackendError):
-        await connection.flush()  # if it was the connection that failed, wait for the next one
-        await JetStreamManagement(connection).delete_stream(stream)
+    @asynccontextmanager
+    async def _answers(self, inbox: str, what: str) -> AsyncIterator[_Answers]:
+        async with self.listen(inbox) as received:
+            answers = _Answers(self._connection, received, what)
+            self._connection.on_disconnect.add(answers.lose)
+            try:
+                yield answers
+            finally:
+                self._connection.on_disconnect.discard(answers.lose)
+
+    async def _chunks(self, answers: _Answers) -> AsyncGenerator[bytes, None]:
+        count, ack = 0, ""
+        while (chunk := await answers.next(to=ack)).data:
+            count += 1
+            if chunk.reply and not chunk.reply.endswith(f".{count}"):
+                raise UnavailableError(f"{answers.what}: chunk {count} did not arrive")
+            yield chunk.data
+            if chunk.reply:  # the last one, shorter than the others, has none
+                ack = chunk.reply
+                self.send(ack)
+        if chunk.status not in ("", "204"):  # servers before 2.15 say nothing
+            answers.check_allowed(ack)
+            raise UnavailableError(f"{answers.what}: {chunk.description or chunk.status}")
 
 
 class _Answers:
@@ -134,38 +152,10 @@ class _Answers:
         self._waiting.cancel()
 
 
-@asynccontextmanager
-async def _answers(
-    server: Administration, connection: NatsConnection, inbox: str, what: str
-) -> AsyncIterator[_Answers]:
-    async with server.listen(inbox) as received:
-        answers = _Answers(connection, received, what)
-        connection.on_disconnect.add(answers.lose)
-        try:
-            yield answers
-        finally:
-            connection.on_disconnect.discard(answers.lose)
-
-
-async def _chunks(server: Administration, answers: _Answers) -> AsyncGenerator[bytes, None]:
-    count, ack = 0, ""
-    while (chunk := await answers.next(to=ack)).data:
-        count += 1
-        if chunk.reply and not chunk.reply.endswith(f".{count}"):
-            raise UnavailableError(f"{answers.what}: chunk {count} did not arrive")
-        yield chunk.data
-        if chunk.reply:  # the last one, shorter than the others, has none
-            ack = chunk.reply
-            server.send(ack)
-    if chunk.status not in ("", "204"):  # servers before 2.15 say nothing
-        answers.check_allowed(ack)
-        raise UnavailableError(f"{answers.what}: {chunk.description or chunk.status}")
-
-
 class _Upload:
     """The chunks of an archive on their way to a server, some at once, each to be answered."""
 
-    def __init__(self, server: Administration, answers: _Answers, subject: str, inbox: str) -> None:
+    def __init__(self, server: JetStreamAdministration, answers: _Answers, subject: str, inbox: str) -> None:
         self._server = server
         self._answers = answers
         self._subject = subject

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from anyio.lowlevel import checkpoint
 from nats.aio.client import Client
@@ -50,13 +50,8 @@ Listener = Callable[[Sequence[Arrival]], None]
 """Called with messages in the order in which they came. Must not raise."""
 
 
-class Interest:
-    """That we listen to a subject."""
-
-    __slots__ = ("subscription",)
-
-    def __init__(self, subscription: Subscription) -> None:
-        self.subscription = subscription
+Interest: TypeAlias = Subscription
+"""That we listen to a subject."""
 
 
 class Wire(Protocol):
@@ -186,17 +181,17 @@ class _ShortWire:
 
     async def listen(self, subject: str, listener: Listener) -> Interest:
         # Through nats-py, which subscribes again after a reconnect.
-        interest = Interest(await self._nc.subscribe(subject))
-        self._dispatcher.listeners[interest.subscription._id] = listener
+        interest = await self._nc.subscribe(subject)
+        self._dispatcher.listeners[interest._id] = listener
         return interest
 
     def mute(self, interest: Interest) -> None:
-        self._write(b"UNSUB %d\r\n" % interest.subscription._id)
+        self._write(b"UNSUB %d\r\n" % interest._id)
 
     async def forget(self, interest: Interest) -> None:
-        self._dispatcher.listeners.pop(interest.subscription._id, None)
+        self._dispatcher.listeners.pop(interest._id, None)
         with suppress(NatsError, OSError):
-            await interest.subscription.unsubscribe()
+            await interest.unsubscribe()
 
     def send(self, subject: bytes, data: bytes, *, reply: bytes = b"", headers: bytes = b"") -> None:
         if headers:
@@ -339,14 +334,14 @@ class PublicWire:
             listener([(message.subject.encode(), message.reply.encode(), headers, message.data)])
 
         # No limits: nats-py drops what exceeds them, and what comes is limited by what was asked for.
-        return Interest(await self._nc.subscribe(subject, cb=hear, pending_msgs_limit=0, pending_bytes_limit=0))
+        return await self._nc.subscribe(subject, cb=hear, pending_msgs_limit=0, pending_bytes_limit=0)
 
     def mute(self, interest: Interest) -> None:
         pass
 
     async def forget(self, interest: Interest) -> None:
         with suppress(NatsError, OSError):
-            await interest.subscription.unsubscribe()
+            await interest.unsubscribe()
 
     def send(self, subject: bytes, data: bytes, *, reply: bytes = b"", headers: bytes = b"") -> None:
         self._waiting.append((subject, data, reply, headers))
