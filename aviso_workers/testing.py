@@ -37,7 +37,7 @@ from typing import Any, cast
 import anyio
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
-from msgspec import structs
+from msgspec import Struct, structs
 
 from aviso_workers.app import App
 from aviso_workers.aviso import payloads
@@ -995,22 +995,15 @@ class _Wait:
         self._stack.close()
 
 
-class _Recorder:
+class _Recorder(Struct, eq=False):
     """A backend of which it is known what was published and made, and that can be cut off from who works with it."""
 
-    def __init__(
-        self,
-        backend: Admin,
-        note: Callable[[Message, PubAck], None],
-        note_stream: Callable[[str], None],
-        take_turns: Callable[[], Awaitable[None]],
-    ) -> None:
-        self.cut_off = False
-        self.take_turns = take_turns
-        """Awaited before each request that writes, or reads what others write."""
-        self._backend = backend
-        self._note = note
-        self._note_stream = note_stream
+    _backend: Admin
+    _note: Callable[[Message, PubAck], None]
+    _note_stream: Callable[[str], None]
+    take_turns: Callable[[], Awaitable[None]]
+    """Awaited before each request that writes, or reads what others write."""
+    cut_off: bool = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
