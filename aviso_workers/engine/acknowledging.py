@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
@@ -149,44 +149,56 @@ def leave_to_others(delivery: Delivery) -> float:
     return delay
 
 
-class Settler(Struct, eq=False, dict=True):
+class Settler:
     """Settles the deliveries of one agent."""
 
-    agent: Agent[Any, Any]
-    stream: str
-    flow: Flow
-    repeats: Repeats
-    failures: Failures
-    decisions: Decisions
-    dead_letters: DeadLetterStore
-    last_failures: LastFailures
-    shield: Shield
-    clock: Clock
-    events: Events
-    outage: Outage
-    gate: KeyGate | None = None
-    """The keys of what the agent depends on, where it has keys of its own."""
-    on_dead_letter: OnDeadLetter | None = None
-    successes: int = 0
-    """How many deliveries have succeeded."""
-    acked: list[tuple[float, float, Delivery]] = []
-    """The deliveries acked in this turn of the loop, with how long each was handled and how long it waited."""
-    hear_each: Collection[object] = ()
-    """Who listens to each that succeeds; and to those of a turn together."""
-    hear_acked: Collection[object] = ()
-
-    def __post_init__(self) -> None:
-        self.hear_each, self.hear_acked = self.events.listeners(Settled), self.events.listeners(Acked)
-        self._depends = self.agent.policy.window is None
+    def __init__(
+        self,
+        agent: Agent[Any, Any],
+        *,
+        stream: str,
+        flow: Flow,
+        repeats: Repeats,
+        failures: Failures,
+        decisions: Decisions,
+        dead_letters: DeadLetterStore,
+        last_failures: LastFailures,
+        shield: Shield,
+        clock: Clock,
+        events: Events,
+        outage: Outage,
+        gate: KeyGate | None = None,
+        on_dead_letter: OnDeadLetter | None = None,
+    ) -> None:
+        self.agent = agent
+        self.stream = stream
+        self.flow = flow
+        self.failures = failures
+        self.decisions = decisions
+        self.dead_letters = dead_letters
+        self.shield = shield
+        self.clock = clock
+        self.events = events
+        self.outage = outage
+        self._repeats = repeats
+        self._last_failures = last_failures
+        self._gate = gate
+        """The keys of what the agent depends on, where it has keys of its own."""
+        self._on_dead_letter = on_dead_letter
+        self.successes = 0
+        """How many deliveries have succeeded."""
+        self._acked: list[tuple[float, float, Delivery]] = []
+        """The deliveries acked in this turn of the loop, with how long each was handled and how long it waited."""
+        self._hear_each = events.listeners(Settled)
+        self._hear_acked = events.listeners(Acked)
+        self._depends = agent.policy.window is None
         """Whether the handling of a notification asks what the agent depends on. The function of a window does."""
         self._untried: deque[tuple[float, Delivery]] = deque(maxlen=MAX_UNTRIED)
         """What was given back while the pace was shut, without being tried, each with when it is delivered again."""
         self._writer = _DeadLetterWriter(self)
-        self.outage.join(
-            self.agent.name, self.flow if self._depends else None, most=self.flow.workers, on_open=self.call_back
-        )
+        outage.join(agent.name, flow if self._depends else None, most=flow.workers, on_open=self.call_back)
         self._retry_share = RetryShare()
-        self._failed_at = self.clock.monotonic()
+        self._failed_at = clock.monotonic()
         self._finished = 0
         """How many deliveries had succeeded when the last one failed."""
 
@@ -276,9 +288,9 @@ class Settler(Struct, eq=False, dict=True):
         except BackendError:
             delay = self.agent.policy.retry.delay_seconds(failures + 1)
             return Again(after_seconds=delay, reason="dead_letter_failed")
-        if self.on_dead_letter is not None:
+        if self._on_dead_letter is not None:
             error = classified.error
-            await self.on_dead_letter(message, verdict.reason, attempts=failures + 1, error=error, window=window)
+            await self._on_dead_letter(message, verdict.reason, attempts=failures + 1, error=error, window=window)
         return verdict
 
     async def settle(self, delivery: Delivery, failure: Failure | None, *, started: float) -> None:
@@ -315,7 +327,7 @@ class Settler(Struct, eq=False, dict=True):
         waited = self.flow.finish(delivery)
         if waited is not None:
             delivery.ack()
-            self.repeats.note(delivery)
+            self._repeats.note(delivery)
             self._note_acked(delivery, self.clock.monotonic() - started, waited)
         return True
 
@@ -324,16 +336,16 @@ class Settler(Struct, eq=False, dict=True):
         self.successes += 1
         if self.outage.strained and self._depends:
             self.outage.succeeded(self._key(delivery))
-        if self.hear_each:
+        if self._hear_each:
             self._emit_settled(_EndedCall(delivery, delivery.record or FRESH, 0.0, seconds, waited), ACKED)
-        if self.hear_acked:
-            if not self.acked:
+        if self._hear_acked:
+            if not self._acked:
                 asyncio.get_running_loop().call_soon(self._emit_acked)
-            self.acked.append((seconds, waited, delivery))
+            self._acked.append((seconds, waited, delivery))
 
     def _emit_acked(self) -> None:
-        acked, now = self.acked, self.clock.time_ns()
-        self.acked = []
+        acked, now = self._acked, self.clock.time_ns()
+        self._acked = []
         self.events.emit(
             Acked(
                 agent=self.agent.name,
@@ -392,13 +404,13 @@ class Settler(Struct, eq=False, dict=True):
             refused = await self._writer.store(delivery, verdict, attempts=attempts, error=error)
         if refused is not None:
             return refused
-        if self.on_dead_letter is not None:
-            await self.on_dead_letter(delivery.message, verdict.reason, attempts=attempts, error=error)
+        if self._on_dead_letter is not None:
+            await self._on_dead_letter(delivery.message, verdict.reason, attempts=attempts, error=error)
         delivery.term(verdict.reason)
         self._remove(delivery)
         is_decided = isinstance(error, SkippedError)  # by a person: it is no failure, and the last one is over
         if not is_decided:
-            self.last_failures.note("agents", self.agent.name, error)
+            self._last_failures.note("agents", self.agent.name, error)
         self._emit_failed(call, _Outcome("dead_lettered", verdict.reason, error, attempts))
         await self._forget(call, handled=is_decided)
         return None
@@ -407,7 +419,7 @@ class Settler(Struct, eq=False, dict=True):
         """Forget the failures of a delivery that is settled: `handled` or skipped by a person, or as a dead letter."""
         if call.record.tried:
             sequence = call.delivery.message.sequence
-            self.last_failures.note_settled(self.agent.name, self.stream, sequence, handled=handled)
+            self._last_failures.note_settled(self.agent.name, self.stream, sequence, handled=handled)
         await self.failures.forget(call.delivery, call.record)
 
     def _note_failure(self, failure: Failure, *, again: bool, key: Hashable = None) -> bool:
@@ -464,7 +476,7 @@ class Settler(Struct, eq=False, dict=True):
 
     def _key(self, delivery: Delivery) -> Hashable:
         """Return the values of the fields by which what the agent depends on is away; None where it has none."""
-        return None if self.gate is None else self.gate.gate(delivery)
+        return None if self._gate is None else self._gate.gate(delivery)
 
     def _now(self) -> float:
         return self.clock.time_ns() / 1e9
@@ -494,7 +506,7 @@ class Settler(Struct, eq=False, dict=True):
             )
 
         again_in_seconds = outcome.again_in_seconds
-        self.last_failures.note(
+        self._last_failures.note(
             "agents", self.agent.name, outcome.error, again_in_seconds=again_in_seconds, retrying=retrying
         )
 
@@ -546,7 +558,7 @@ class Settler(Struct, eq=False, dict=True):
         self._remove(delivery)
 
     def _remove(self, delivery: Delivery) -> None:
-        self.repeats.note(delivery)
+        self._repeats.note(delivery)
         self.flow.finish(delivery)
 
     def _nak(self, delivery: Delivery, delay: float) -> None:

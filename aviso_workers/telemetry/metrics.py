@@ -155,6 +155,10 @@ class _Agent:
         live = {name: of_run(read) for name, read in OF_RUN.items()}
         unknown = dict.fromkeys(("pending", "ack_pending", "missed"), math.nan)
         self.numbers = _numbers(METRICS["app", "agent", "base"], **live, **unknown)
+        self._outcomes = self.numbers["notifications"]
+        self._waited = self.numbers["lane_wait_seconds"]
+        self._handler = self.numbers["handler_seconds"]
+        self._stored_to_settled = self.numbers["stored_to_settled_seconds"]
         self._passed: Passed | None = None
 
     def started(self, passed: Passed) -> None:
@@ -190,11 +194,11 @@ class _Agent:
     def settled(self, event: Acked | Failed) -> None:
         numbers = self.numbers
         if isinstance(event, Acked):
-            numbers["notifications"]["acked"] += len(event.seconds)
+            self._outcomes["acked"] += len(event.seconds)
             numbers["redelivered"] += event.redelivered
             self._took(event.waited_seconds, event.seconds, event.stored_to_settled_seconds)
             return
-        numbers["notifications"][event.outcome] += 1
+        self._outcomes[event.outcome] += 1
         numbers["redelivered"] += event.num_delivered > 1
         self._took([event.waited_seconds], [event.seconds], [event.stored_to_settled_seconds])
         if event.outcome == "retried":
@@ -203,13 +207,12 @@ class _Agent:
             numbers["dead_letters"].add(event.reason)
 
     def _took(self, waited: Sequence[float], handling: Sequence[float], stored_to_settled: Sequence[float]) -> None:
-        numbers = self.numbers
-        numbers["last_progress_timestamp_seconds"] = time.time()
-        numbers["lane_wait_seconds"].add(waited)
-        numbers["handler_seconds"].add(handling)
+        self.numbers["last_progress_timestamp_seconds"] = time.time()
+        self._waited.add(waited)
+        self._handler.add(handling)
         if min(stored_to_settled) < 0:  # two machines, two clocks
             stored_to_settled = [max(0.0, seconds) for seconds in stored_to_settled]
-        numbers["stored_to_settled_seconds"].add(stored_to_settled)
+        self._stored_to_settled.add(stored_to_settled)
 
 
 class Metric(Struct, frozen=True):
