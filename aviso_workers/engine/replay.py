@@ -6,7 +6,7 @@ comes. So there is no hand-over from history to live, and nothing can fall betwe
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from datetime import datetime
 from typing import Any
@@ -14,11 +14,9 @@ from typing import Any
 from msgspec import Struct
 
 from aviso_workers import clocks
-from aviso_workers.aviso import topics
 from aviso_workers.aviso.codec import NotificationReader, store_time
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.positions import Position
-from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend, Message, StreamInfo
 from aviso_workers.clocks import SKEW
 from aviso_workers.errors import NotFoundError, UnansweredError, UnavailableError, UndecodableError
@@ -50,20 +48,16 @@ async def when_created(backend: Backend, stream: str, *, known: datetime | None)
     return found
 
 
-class Replayer(Struct, eq=False, dict=True):
+class Replayer(Struct, eq=False):
     """Reads the notifications of one event type that match `where`."""
 
     backend: Backend
     name: str
-    event_type: EventType
-    where: Where
+    """Of the event type."""
     stream: str
+    filters: tuple[str, ...]
+    reader: NotificationReader
     events: Events
-    decode: Callable[[bytes], Any] | None = None
-
-    def __post_init__(self) -> None:
-        self._filters = topics.filter_subjects(self.where)
-        self._reader = NotificationReader(self.name, self.event_type, where=self.where, decode=self.decode)
 
     async def replay(self, start: Position, end: Position) -> AsyncGenerator[Notification[Any], None]:
         """Yield what is stored now between the two ends, both inclusive.
@@ -154,7 +148,7 @@ class Replayer(Struct, eq=False, dict=True):
         """Read until the end or an interruption."""
         messages = self.backend.read(
             self.stream,
-            filter_subjects=self._filters,
+            filter_subjects=self.filters,
             start_sequence=reading.next_sequence,
             start_time=reading.from_time and _before(reading.from_time),
             last_sequence=last,
@@ -221,7 +215,7 @@ class Replayer(Struct, eq=False, dict=True):
 
     def _matching(self, message: Message) -> Notification[Any] | None:
         try:
-            return self._reader.notification(message)
+            return self.reader.notification(message)
         except UndecodableError as error:
             self.events.emit(Skipped(event_type=self.name, sequence=message.sequence, error=error))
             return None

@@ -334,8 +334,7 @@ class WindowHandler(Struct, eq=False, dict=True):
     def _report_unreadable(self, entry: Entry, error: UndecodableError) -> None:
         if entry.foreign:
             return  # the backend has told of it
-        stream = f"KV_{window_records.bucket_of(self.app, self.context.agent.name)}"
-        self._events.emit(Unreadable(stream=stream, sequence=entry.revision, error=error))
+        self._events.emit(Unreadable(stream=f"KV_{self._bucket.name}", sequence=entry.revision, error=error))
 
     async def _settle(self, info: ConsumerInfo, contents: _Contents) -> WindowProgress:
         """Note how far everything is settled, and remove the pages that nobody needs after that."""
@@ -413,10 +412,7 @@ class WindowHandler(Struct, eq=False, dict=True):
     async def _judge(self, window: Window[Any], end: int, failure: Failure) -> Ack | Verdict:
         """Return what becomes of a window for which the function has failed; its dead letter is stored."""
         start, known = end - self.windowing.size_seconds, self._retries.get((window.key, end), _Retry())
-        bucket, spelled = (
-            window_records.bucket_of(self.app, self.context.agent.name),
-            window_records.bucket_key(window.key),
-        )
+        bucket, spelled = self._bucket.name, window_records.bucket_key(window.key)
         kept = window_records.KeptWindow(start=start, end=end, value=window.value, values=self._states.fingerprint)
         message = Message(
             subject=f"$KV.{bucket}.{spelled}",
