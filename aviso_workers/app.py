@@ -213,7 +213,7 @@ class App(Router[S]):
         take = partial(self._take, router, begin)
         for declared in router._declarations():
             take(declared, again=again)
-        router._tell_also(take, of=(self, begin))
+        router._takers[self, begin] = take  # of what is declared from now on
         self._routers = [known for known in self._routers if not (again and known.name == router.name)] + [router]
 
     def _take(self, router: Router, begin: str, declared: Declaration, *, again: bool) -> None:

@@ -354,12 +354,20 @@ def _call(*, in_thread: bool) -> tuple[str, str]:
     return "call", "let what the function awaits be cancelled: no shield, no loop that catches the cancellation"
 
 
-def _away(fact: OutageBegan | OutageEnded, text: str | None) -> Hindrance:
-    said = text and f"{'agents' if len(fact.agents) > 1 else 'agent'} {', '.join(fact.agents)}: {text}"
-    return Hindrance(WORKER, f"{OUTAGE} {fact.dependency}", said, is_ready=True)
+class _OfDependency(Event, frozen=True, kw_only=True):
+    """A fact about something that agents depend on."""
+
+    dependency: str
+    """Its name: that of the agent, where the agent has it for itself."""
+    agents: tuple[str, ...]
+    """The agents of this worker that depend on it."""
+
+    def _away(self, text: str | None) -> Hindrance:
+        said = text and f"{'agents' if len(self.agents) > 1 else 'agent'} {', '.join(self.agents)}: {text}"
+        return Hindrance(WORKER, f"{OUTAGE} {self.dependency}", said, is_ready=True)
 
 
-class OutageBegan(Event, frozen=True, kw_only=True):
+class OutageBegan(_OfDependency, frozen=True, kw_only=True):
     """Something that agents depend on is away in this worker. What fails because of that counts as no attempt, and is
     logged no more by itself.
 
@@ -367,10 +375,6 @@ class OutageBegan(Event, frozen=True, kw_only=True):
     first key.
     """
 
-    dependency: str
-    """Its name: that of the agent, where the agent has it for itself."""
-    agents: tuple[str, ...]
-    """The agents of this worker that depend on it."""
     error: BaseException
     key: str = ""
     """The values of `by` for which it is away, such as `tenant=acme`; empty where it is away for all."""
@@ -392,16 +396,14 @@ class OutageBegan(Event, frozen=True, kw_only=True):
         return printable(f"{type(self.error).__name__}: {line_of(self.error)}")
 
     def hindrance(self) -> Hindrance:
-        return _away(self, f"waits for the end of an outage: {self.reason}")
+        return self._away(f"waits for the end of an outage: {self.reason}")
 
 
-class OutageGoesOn(Event, frozen=True, kw_only=True):
+class OutageGoesOn(_OfDependency, frozen=True, kw_only=True):
     """A minute after `OutageBegan`, or after the last of these: it is still away."""
 
     lines = logged("warning", "dependency.still_away")
 
-    dependency: str
-    agents: tuple[str, ...]
     reason: str
     """The last error, with its class."""
     seconds: float
@@ -414,13 +416,11 @@ class OutageGoesOn(Event, frozen=True, kw_only=True):
     """How many notifications wait in this worker."""
 
 
-class OutageEnded(Event, frozen=True, kw_only=True):
+class OutageEnded(_OfDependency, frozen=True, kw_only=True):
     """After `OutageBegan`: everything begins again."""
 
     lines = logged("info", "dependency.back")
 
-    dependency: str
-    agents: tuple[str, ...]
     seconds: float
     """How long it was away."""
     calls: int
@@ -429,7 +429,7 @@ class OutageEnded(Event, frozen=True, kw_only=True):
     """How many of them have failed."""
 
     def hindrance(self) -> Hindrance:
-        return _away(self, None)
+        return self._away(None)
 
 
 class CallOverdue(_OfAgent, frozen=True, kw_only=True):

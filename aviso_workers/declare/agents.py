@@ -754,10 +754,6 @@ class Router(Generic[S]):
             *self._outgoings,
         ]
 
-    def _tell_also(self, taker: Taker, *, of: object) -> None:
-        """Hand what is declared from now on to the taker as well. `of` says whose it is: each has one."""
-        self._takers[of] = taker
-
     def _tell(self, declared: Declaration, *, again: bool) -> None:
         for taker in self._takers.values():
             taker(declared, again=again)
