@@ -56,50 +56,16 @@ __all__ = [
 
 _PLACES = {
     "app": ("App",),
-    "aviso.notifications": (
-        "Notification",
-        "Notify",
-        "Receipt",
-    ),
-    "declare.agents": (
-        "Agent",
-        "Router",
-    ),
-    "declare.batches": (
-        "Batch",
-        "Batching",
-        "Stream",
-    ),
-    "declare.dependencies": (
-        "Dependency",
-        "Unavailable",
-    ),
-    "declare.limits": (
-        "Rate",
-        "Slots",
-    ),
+    "aviso.notifications": ("Notification", "Notify", "Receipt"),
+    "declare.agents": ("Agent", "Router"),
+    "declare.batches": ("Batch", "Batching", "Stream"),
+    "declare.dependencies": ("Dependency", "Unavailable"),
+    "declare.limits": ("Rate", "Slots"),
     "declare.retry": ("RetryPolicy",),
-    "declare.tables": (
-        "DELETE",
-        "Change",
-        "Counter",
-        "Delete",
-        "Table",
-    ),
-    "declare.timers": (
-        "Tick",
-        "Timer",
-    ),
-    "declare.verdicts": (
-        "Ack",
-        "GivenUp",
-        "Reject",
-        "Retry",
-    ),
-    "declare.windows": (
-        "Window",
-        "Windowing",
-    ),
+    "declare.tables": ("DELETE", "Change", "Counter", "Delete", "Table"),
+    "declare.timers": ("Tick", "Timer"),
+    "declare.verdicts": ("Ack", "GivenUp", "Reject", "Retry"),
+    "declare.windows": ("Window", "Windowing"),
     "errors": ("AvisoWorkersError",),
     "jetstream.key_value": ("KeyValue",),
     "version": ("__version__",),

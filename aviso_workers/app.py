@@ -213,7 +213,7 @@ class App(Router[S]):
         take = partial(self._take, router, begin)
         for declared in router._declarations():
             take(declared, again=again)
-        router._tell_also(take, of=(self, begin))
+        router._takers[self, begin] = take  # of what is declared from now on
         self._routers = [known for known in self._routers if not (again and known.name == router.name)] + [router]
 
     def _take(self, router: Router, begin: str, declared: Declaration, *, again: bool) -> None:
@@ -225,12 +225,12 @@ class App(Router[S]):
                 if begin and needed is not None and router.dependencies.get(needed.name) is needed:
                     own = self.dependencies[begin + needed.name]  # it was declared, and so taken, before the agent
                     renamed.policy = msgspec.structs.replace(declared.policy, depends_on=own)
-                self._add_agent(renamed, again=again)
+                self._add(renamed, again=again)
                 self._included[renamed.name] = router, declared.name
             case Timer():
-                self._add_timer(_renamed(declared, begin), again=again)
+                self._add(_renamed(declared, begin), again=again)
             case Task():
-                self._add_task(_renamed(declared, begin), again=again)
+                self._add(_renamed(declared, begin), again=again)
             case Dependency():
                 self._add_dependency(_renamed(declared, begin), again=again)
             case Resource():

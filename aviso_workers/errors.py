@@ -50,47 +50,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-__all__ = [
-    "AvisoWorkersError",
-    "BackendError",
-    "BackupError",
-    "ConfigError",
-    "ConflictError",
-    "DataLossError",
-    "DeclarationError",
-    "DeliveriesExhaustedError",
-    "DeniedError",
-    "DuplicateIdError",
-    "ExecutorError",
-    "FullError",
-    "InvalidIdentifierError",
-    "InvalidKeyError",
-    "InvalidNotificationError",
-    "InvalidOptionError",
-    "InvalidPayloadError",
-    "InvalidPositionError",
-    "LateError",
-    "NoReplyError",
-    "NotFoundError",
-    "OutcomeUnknownError",
-    "PipelineError",
-    "RefusedError",
-    "ResourceError",
-    "ServerProcessError",
-    "SkippedError",
-    "SparkError",
-    "SparkRestError",
-    "StreamReplacedError",
-    "TakenOverError",
-    "UnansweredError",
-    "UnavailableError",
-    "UndecodableError",
-    "UnknownEventTypeError",
-    "UnreadableStreamError",
-    "WorkerDiedError",
-    "WorkerProcessError",
-]
-
 
 class AvisoWorkersError(Exception):
     """The base of all errors of aviso-workers."""
@@ -320,6 +279,9 @@ class SparkRestError(SparkError):
     """Spark's REST API did not answer, or another program answered."""
 
 
+__all__ = sorted(
+    name for name, kind in dict(globals()).items() if isinstance(kind, type) and issubclass(kind, AvisoWorkersError)
+)
 LONGEST_TEXT = 4000
 """Characters of an error's text that are kept."""
 LONGEST_LINE = 200

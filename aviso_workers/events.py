@@ -116,6 +116,19 @@ def unheard(_: Event) -> Iterable[LogLine]:
     return ()
 
 
+class _OfAgent(Event, frozen=True, kw_only=True):
+    """A fact about an agent."""
+
+    agent: str
+
+
+class _OfConsumer(_OfAgent, frozen=True, kw_only=True):
+    """A fact about the durable consumer of an agent."""
+
+    stream: str
+    consumer: str
+
+
 PublishOutcome = Literal["stored", "duplicate", "scheduled", "failed"]
 
 
@@ -165,7 +178,7 @@ UNAVAILABLE = "unavailable"
 """The reason where a failure says that what the agent depends on is away, and counts as no attempt."""
 
 
-class Settled(Event, frozen=True, kw_only=True):
+class Settled(_OfAgent, frozen=True, kw_only=True):
     """A delivery was settled; `seconds` is the time the handling took.
 
     Of those that were handled well, each is stated only where somebody listens: `Acked` says the same of many.
@@ -173,7 +186,6 @@ class Settled(Event, frozen=True, kw_only=True):
 
     lines = unheard
 
-    agent: str
     event_type: str
     sequence: int
     outcome: SettledOutcome
@@ -215,7 +227,7 @@ class Failed(Settled, frozen=True, kw_only=True):
         )
 
 
-class Acked(Event, frozen=True, kw_only=True):
+class Acked(_OfAgent, frozen=True, kw_only=True):
     """An agent has handled deliveries well, and acked them, in one turn of the event loop.
 
     The lists have a number for each, as the fields of `Settled` of the same names.
@@ -223,7 +235,6 @@ class Acked(Event, frozen=True, kw_only=True):
 
     lines = only_counted
 
-    agent: str
     event_type: str
     seconds: Sequence[float]
     waited_seconds: Sequence[float]
@@ -232,12 +243,11 @@ class Acked(Event, frozen=True, kw_only=True):
     """How many of them had been delivered before."""
 
 
-class Sampled(Event, frozen=True, kw_only=True):
+class Sampled(_OfAgent, frozen=True, kw_only=True):
     """A delivery was settled whose call has a sampled span, and took so many seconds; stated where traces are on."""
 
     lines = only_counted
 
-    agent: str
     seconds: float
     trace_id: str
     span_id: str
@@ -253,12 +263,11 @@ class Passed(Struct, frozen=True):
     """Those of the consumer; with others, as after an edit by hand, it passes over what is in the stream."""
 
 
-class DeadLettersRefused(Event, frozen=True, kw_only=True):
+class DeadLettersRefused(_OfAgent, frozen=True, kw_only=True):
     """An agent's dead letters cannot be stored. Their originals come again, and until then no other is tried."""
 
     lines = logged("error", "dead_letters.not_stored")
 
-    agent: str
     error: Exception
     again_in_seconds: float
 
@@ -266,23 +275,20 @@ class DeadLettersRefused(Event, frozen=True, kw_only=True):
         return Hindrance(self.agent, DEAD_LETTERS, f"dead letters cannot be stored: {self.error}")
 
 
-class DeadLettersStored(Event, frozen=True, kw_only=True):
+class DeadLettersStored(_OfAgent, frozen=True, kw_only=True):
     """After `DeadLettersRefused`: one was stored, or for some time none had to be."""
 
     lines = logged("info", "dead_letters.stored")
-
-    agent: str
 
     def hindrance(self) -> Hindrance:
         return Hindrance(self.agent, DEAD_LETTERS)
 
 
-class DeadLetterCallFailed(Event, frozen=True, kw_only=True):
+class DeadLetterCallFailed(_OfAgent, frozen=True, kw_only=True):
     """An agent's function of `on_dead_letter` has failed for a notification whose dead letter is stored."""
 
     many = Many("dead_letter.more_call_failures", alike=("agent",))
 
-    agent: str
     notification: str
     """`<event type>@<sequence>`."""
     error: BaseException
@@ -295,7 +301,7 @@ class DeadLetterCallFailed(Event, frozen=True, kw_only=True):
         yield self.line(level, "dead_letter.call_failed", *names, exc_info=self.error)
 
 
-class FailuresNotStored(Event, frozen=True, kw_only=True):
+class FailuresNotStored(_OfAgent, frozen=True, kw_only=True):
     """The bucket of an agent's failure counts cannot be used. Stated once, until it can be again."""
 
     lines = logged(
@@ -304,18 +310,16 @@ class FailuresNotStored(Event, frozen=True, kw_only=True):
         cure="let the worker's user read and write the bucket; until then each process counts by itself",
     )
 
-    agent: str
     bucket: str
     error: Exception
 
 
-class NotReadAgain(Event, frozen=True, kw_only=True):
+class NotReadAgain(_OfAgent, frozen=True, kw_only=True):
     """A notification whose body was left out while it waited cannot be read from its stream.
 
     It is tried again after a wait, and what is behind it waits as well. Stated once, until `ReadAgain`.
     """
 
-    agent: str
     stream: str
     sequence: int
     error: Exception
@@ -332,12 +336,11 @@ class NotReadAgain(Event, frozen=True, kw_only=True):
         return Hindrance(self.agent, BODIES, text)
 
 
-class ReadAgain(Event, frozen=True, kw_only=True):
+class ReadAgain(_OfAgent, frozen=True, kw_only=True):
     """After `NotReadAgain`: one could be read, or for some time none had to be."""
 
     lines = logged("info", "notification.read_again")
 
-    agent: str
     stream: str
 
     def hindrance(self) -> Hindrance:
@@ -351,12 +354,20 @@ def _call(*, in_thread: bool) -> tuple[str, str]:
     return "call", "let what the function awaits be cancelled: no shield, no loop that catches the cancellation"
 
 
-def _away(fact: OutageBegan | OutageEnded, text: str | None) -> Hindrance:
-    said = text and f"{'agents' if len(fact.agents) > 1 else 'agent'} {', '.join(fact.agents)}: {text}"
-    return Hindrance(WORKER, f"{OUTAGE} {fact.dependency}", said, is_ready=True)
+class _OfDependency(Event, frozen=True, kw_only=True):
+    """A fact about something that agents depend on."""
+
+    dependency: str
+    """Its name: that of the agent, where the agent has it for itself."""
+    agents: tuple[str, ...]
+    """The agents of this worker that depend on it."""
+
+    def _away(self, text: str | None) -> Hindrance:
+        said = text and f"{'agents' if len(self.agents) > 1 else 'agent'} {', '.join(self.agents)}: {text}"
+        return Hindrance(WORKER, f"{OUTAGE} {self.dependency}", said, is_ready=True)
 
 
-class OutageBegan(Event, frozen=True, kw_only=True):
+class OutageBegan(_OfDependency, frozen=True, kw_only=True):
     """Something that agents depend on is away in this worker. What fails because of that counts as no attempt, and is
     logged no more by itself.
 
@@ -364,10 +375,6 @@ class OutageBegan(Event, frozen=True, kw_only=True):
     first key.
     """
 
-    dependency: str
-    """Its name: that of the agent, where the agent has it for itself."""
-    agents: tuple[str, ...]
-    """The agents of this worker that depend on it."""
     error: BaseException
     key: str = ""
     """The values of `by` for which it is away, such as `tenant=acme`; empty where it is away for all."""
@@ -389,16 +396,14 @@ class OutageBegan(Event, frozen=True, kw_only=True):
         return printable(f"{type(self.error).__name__}: {line_of(self.error)}")
 
     def hindrance(self) -> Hindrance:
-        return _away(self, f"waits for the end of an outage: {self.reason}")
+        return self._away(f"waits for the end of an outage: {self.reason}")
 
 
-class OutageGoesOn(Event, frozen=True, kw_only=True):
+class OutageGoesOn(_OfDependency, frozen=True, kw_only=True):
     """A minute after `OutageBegan`, or after the last of these: it is still away."""
 
     lines = logged("warning", "dependency.still_away")
 
-    dependency: str
-    agents: tuple[str, ...]
     reason: str
     """The last error, with its class."""
     seconds: float
@@ -411,13 +416,11 @@ class OutageGoesOn(Event, frozen=True, kw_only=True):
     """How many notifications wait in this worker."""
 
 
-class OutageEnded(Event, frozen=True, kw_only=True):
+class OutageEnded(_OfDependency, frozen=True, kw_only=True):
     """After `OutageBegan`: everything begins again."""
 
     lines = logged("info", "dependency.back")
 
-    dependency: str
-    agents: tuple[str, ...]
     seconds: float
     """How long it was away."""
     calls: int
@@ -426,16 +429,15 @@ class OutageEnded(Event, frozen=True, kw_only=True):
     """How many of them have failed."""
 
     def hindrance(self) -> Hindrance:
-        return _away(self, None)
+        return self._away(None)
 
 
-class CallOverdue(Event, frozen=True, kw_only=True):
+class CallOverdue(_OfAgent, frozen=True, kw_only=True):
     """A call runs on 5 seconds after its timeout, while others of its agent can be made.
 
     Its notification, or its batch, is kept until it ends.
     """
 
-    agent: str
     timeout_seconds: float
     in_thread: bool = True
     """Whether it is the call of a plain function. One of an async function runs on where it cannot be cancelled."""
@@ -446,13 +448,12 @@ class CallOverdue(Event, frozen=True, kw_only=True):
         yield self.line("warning", f"{what}.overdue", "agent", "timeout_seconds", cure=cure)
 
 
-class CallsStuck(Event, frozen=True, kw_only=True):
+class CallsStuck(_OfAgent, frozen=True, kw_only=True):
     """All calls of an agent run on, 5 seconds after their timeout: it handles nothing until one of them ends.
 
     What waits is given back, so that other workers handle it.
     """
 
-    agent: str
     calls: int
     in_thread: bool = True
 
@@ -468,7 +469,7 @@ class CallsStuck(Event, frozen=True, kw_only=True):
         return Hindrance(self.agent, CALLS, text)
 
 
-class CallsAbandoned(Event, frozen=True, kw_only=True):
+class CallsAbandoned(_OfAgent, frozen=True, kw_only=True):
     """Calls of an agent run on although its worker, which stops, has cancelled them. What they handle is given back.
 
     Another worker may handle it while they still run. A worker process ends itself soon after this.
@@ -481,14 +482,12 @@ class CallsAbandoned(Event, frozen=True, kw_only=True):
         "they wait for a timeout that is shorter than workers.drain_timeout_seconds",
     )
 
-    agent: str
     sequences: Sequence[int]
 
 
-class CallsFreed(Event, frozen=True, kw_only=True):
+class CallsFreed(_OfAgent, frozen=True, kw_only=True):
     """After `CallsStuck`: a call has ended, and the agent goes on."""
 
-    agent: str
     in_thread: bool = True
 
     def lines(self) -> Iterator[LogLine]:
@@ -499,12 +498,11 @@ class CallsFreed(Event, frozen=True, kw_only=True):
         return Hindrance(self.agent, CALLS)
 
 
-class AgentStarted(Event, frozen=True, kw_only=True):
+class AgentStarted(_OfAgent, frozen=True, kw_only=True):
     """An agent begins to read a stream."""
 
     lines = logged("info", "agent.started", "agent", "stream", "consumer")
 
-    agent: str
     stream: str
     consumer: str
     passed: Passed | None = None
@@ -515,12 +513,11 @@ class AgentStarted(Event, frozen=True, kw_only=True):
         return Hindrance(self.agent, self.stream)
 
 
-class AgentDisturbed(Event, frozen=True, kw_only=True):
+class AgentDisturbed(_OfAgent, frozen=True, kw_only=True):
     """An agent could not go on reading and tries again after a wait."""
 
     lines = logged("warning", "agent.disturbed", "agent", "error", "again_in_seconds")
 
-    agent: str
     stream: str
     error: Exception
     again_in_seconds: float
@@ -529,13 +526,12 @@ class AgentDisturbed(Event, frozen=True, kw_only=True):
         return Hindrance(self.agent, self.stream, str(self.error))
 
 
-class AgentStopped(Event, frozen=True, kw_only=True):
+class AgentStopped(_OfAgent, frozen=True, kw_only=True):
     """An agent left in order: what it was working on is finished, and what it had not begun was given back, as was
     what was not done in time."""
 
     lines = logged("info", "agent.stopped")
 
-    agent: str
     finished: int
     """Deliveries since it started."""
     returned: int
@@ -580,7 +576,7 @@ class TimerRescheduled(Event, frozen=True, kw_only=True):
     before: str
 
 
-class WindowDone(Event, frozen=True, kw_only=True):
+class WindowDone(_OfAgent, frozen=True, kw_only=True):
     """An agent was run for a window that is over, well or (with an error) ill.
 
     Then it is run again after a wait, or the window has become a dead letter.
@@ -588,7 +584,6 @@ class WindowDone(Event, frozen=True, kw_only=True):
 
     many = Many("window.more_failures", alike=("agent", "reason"))
 
-    agent: str
     key: str
     start: datetime
     end: datetime
@@ -612,7 +607,7 @@ class WindowDone(Event, frozen=True, kw_only=True):
             yield LogLine("error", "window.failed", **of, again_in_seconds=self.again_in_seconds)
 
 
-class WindowFunctionsChanged(Event, frozen=True, kw_only=True):
+class WindowFunctionsChanged(_OfAgent, frozen=True, kw_only=True):
     """The code of the worker that closes an agent's windows has other functions than that of the worker before.
 
     An open window keeps what was counted in it, and what comes is counted by the new functions.
@@ -625,7 +620,6 @@ class WindowFunctionsChanged(Event, frozen=True, kw_only=True):
         "agent another name and a start",
     )
 
-    agent: str
     functions: tuple[str, ...]
     """Which of `fold`, `key` and `time`."""
 
@@ -818,14 +812,11 @@ class ConsumerDiffers(Event, frozen=True, kw_only=True):
         )
 
 
-class ConsumerResumed(Event, frozen=True, kw_only=True):
+class ConsumerResumed(_OfConsumer, frozen=True, kw_only=True):
     """An agent's consumer was gone, and was recreated: it goes on after what was recorded as settled, or what this
     worker has last seen settled.
     """
 
-    agent: str
-    stream: str
-    consumer: str
     sequence: int
     """The first one of the stream that it is given."""
     recorded: bool = True
@@ -853,7 +844,7 @@ class ConsumerResumed(Event, frozen=True, kw_only=True):
         )
 
 
-class ConsumerNotRecorded(Event, frozen=True, kw_only=True):
+class ConsumerNotRecorded(_OfAgent, frozen=True, kw_only=True):
     """How far an agent's consumer has come cannot be recorded. Stated once, until it can be again."""
 
     lines = logged(
@@ -863,7 +854,6 @@ class ConsumerNotRecorded(Event, frozen=True, kw_only=True):
         "where an agent goes on whose consumer is lost",
     )
 
-    agent: str
     bucket: str
     error: Exception
 
@@ -873,16 +863,13 @@ def _spelled(versions: Iterable[tuple[str, ...]]) -> list[str]:
     return [" ".join(version) or "everything" for version in versions]
 
 
-class FiltersDiffer(Event, frozen=True, kw_only=True):
+class FiltersDiffer(_OfConsumer, frozen=True, kw_only=True):
     """Which other versions of an agent, with another filter, read its consumer is not what it was before.
 
     While there are some, each worker gives back what only others want. Where there is none any more, it passes over
     what only they wanted.
     """
 
-    agent: str
-    stream: str
-    consumer: str
     own: tuple[str, ...]
     """Filter subjects of this worker's version."""
     others: tuple[tuple[str, ...], ...]
@@ -898,10 +885,9 @@ class FiltersDiffer(Event, frozen=True, kw_only=True):
             yield self.line("warning", "consumer.filter_narrowed", *of, own=own, gone=_spelled(self.gone))
 
 
-class AgentMoved(Event, frozen=True, kw_only=True):
+class AgentMoved(_OfAgent, frozen=True, kw_only=True):
     """An agent reads another stream than before, because the `topic.base` of its event type was changed."""
 
-    agent: str
     stream: str
     before: str
     """The stream that it has read before."""
@@ -920,16 +906,13 @@ class AgentMoved(Event, frozen=True, kw_only=True):
         )
 
 
-class FunctionsDiffer(Event, frozen=True, kw_only=True):
+class FunctionsDiffer(_OfConsumer, frozen=True, kw_only=True):
     """Which other functions share the notifications of an agent is not what it was before.
 
     In a deploy that renames or moves the function, these are the old and the new one. Otherwise, two programs have an
     app and an agent of the same name, and each is given a part of the notifications.
     """
 
-    agent: str
-    stream: str
-    consumer: str
     own: str
     """Module and qualified name of this worker's function."""
     others: tuple[str, ...]
@@ -947,16 +930,13 @@ class FunctionsDiffer(Event, frozen=True, kw_only=True):
         )
 
 
-class FilterHides(Event, frozen=True, kw_only=True):
+class FilterHides(_OfConsumer, frozen=True, kw_only=True):
     """The filter of an agent's consumer hid notifications that a version of the agent wants, so it is recreated.
 
     Somebody has edited it, or an update of a worker came late. It begins after what was settled while its filter was
     complete.
     """
 
-    agent: str
-    stream: str
-    consumer: str
     found: tuple[str, ...]
     """The filter subjects that it had."""
     wanted: tuple[str, ...]
@@ -974,7 +954,7 @@ class FilterHides(Event, frozen=True, kw_only=True):
         )
 
 
-class ConsumerEdited(Event, frozen=True, kw_only=True):
+class ConsumerEdited(_OfConsumer, frozen=True, kw_only=True):
     """Somebody has edited the consumer of an agent, and a worker has set these fields right."""
 
     lines = logged(
@@ -983,13 +963,10 @@ class ConsumerEdited(Event, frozen=True, kw_only=True):
         cure="the worker has set these fields right; do not edit the consumer of an agent, but the agent",
     )
 
-    agent: str
-    stream: str
-    consumer: str
     differences: tuple[str, ...]
 
 
-class ConsumerTakenBack(Event, frozen=True, kw_only=True):
+class ConsumerTakenBack(_OfConsumer, frozen=True, kw_only=True):
     """The consumer of an agent has settled less than workers have recorded, and no operator's command has recorded that
     it was reset. So somebody else has reset it, or a server has lost acks.
     """
@@ -1001,24 +978,18 @@ class ConsumerTakenBack(Event, frozen=True, kw_only=True):
         "else may do it is in docs/security.md",
     )
 
-    agent: str
-    stream: str
-    consumer: str
     recorded: int
     """The sequence up to which everything was settled, as workers have recorded."""
     settled: int
     """That up to which everything is settled now."""
 
 
-class AckWaitDiffers(Event, frozen=True, kw_only=True):
+class AckWaitDiffers(_OfConsumer, frozen=True, kw_only=True):
     """The server redelivers what a worker holds after another `ack_wait` than the agent's, or not any more.
 
     Workers of several versions share a consumer, and the longest `ack_wait` that one of them wants is in effect.
     """
 
-    agent: str
-    stream: str
-    consumer: str
     own_seconds: float
     """What this worker's version wants."""
     in_effect_seconds: float
@@ -1146,7 +1117,8 @@ class Measured(Event, frozen=True, kw_only=True):
 
 def all_kinds(of: type[Event] = Event) -> list[type[Event]]:
     """Return the classes of facts that the engine states."""
-    return [each for kind in of.__subclasses__() for each in (kind, *all_kinds(kind))]
+    found = [each for kind in of.__subclasses__() for each in (kind, *all_kinds(kind))]
+    return [kind for kind in found if not kind.__name__.startswith("_")]
 
 
 class Events:

@@ -37,7 +37,7 @@ from typing import Any, cast
 import anyio
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
-from msgspec import structs
+from msgspec import Struct, structs
 
 from aviso_workers.app import App
 from aviso_workers.aviso import payloads
@@ -47,10 +47,8 @@ from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.aviso.positions import parse_date
 from aviso_workers.backends import (
     Admin,
-    ConnectionListener,
     Consumer,
     Delivery,
-    ForeignListener,
     KeyValue,
     Noted,
     Opening,
@@ -74,7 +72,6 @@ from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.verdicts import GivenUp
 from aviso_workers.declare.windows import Window
 from aviso_workers.engine.call_scope import Opened
-from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.key_value import CachedKeyValue
 from aviso_workers.engine.threads import in_thread
 from aviso_workers.errors import (
@@ -529,30 +526,17 @@ class Harness:
         if self._failure is not None:
             raise self._failure
 
-    def _opening(
-        self,
-        config: Config,
-        on_connection: ConnectionListener | None = None,
-        on_foreign: ForeignListener | None = None,
-        owner: str = "",
-    ) -> AbstractAsyncContextManager[Admin]:
-        """Another client of the streams that all of them share."""
+    def _opening(self, config: Config, *, owner: str = "", **listeners: Any) -> AbstractAsyncContextManager[Admin]:
+        """Another client of the streams that all of them share; `listeners` are those of `Opening`."""
         if self._clock is None:
-            return open_backend(config, on_connection=on_connection, on_foreign=on_foreign, owner=owner)
+            return open_backend(config, owner=owner, **listeners)
         if not hasattr(self, "_watch"):
             return InMemoryBackend(config.notification_backend.in_memory, clock=self._clock)
-        return cast(InMemoryBackend, self._watch).peer(on_connection=on_connection, on_foreign=on_foreign)
+        return cast(InMemoryBackend, self._watch).peer(**listeners)
 
     @asynccontextmanager
-    async def _open(
-        self,
-        config: Config,
-        *,
-        on_connection: ConnectionListener | None = None,
-        on_foreign: ForeignListener | None = None,
-        owner: str = "",
-    ) -> AsyncIterator[Admin]:
-        async with self._opening(config, on_connection, on_foreign, owner) as backend:
+    async def _open(self, config: Config, **stated: Any) -> AsyncIterator[Admin]:
+        async with self._opening(config, **stated) as backend:
             yield cast(Admin, _Recorder(backend, self._note, self._made.add, self._take_turns))
 
     @asynccontextmanager
@@ -736,11 +720,6 @@ class Harness:
             left = await self._left()
         return bool(left)
 
-    def _flows(self, agent: Agent[Any, Any]) -> list[Flow]:
-        """Return what each worker holds for the agent."""
-        runs = [worker.session.runs.get(agent.name) for worker in self._workers]
-        return [run.flow for run in runs if run]
-
     async def _left(self) -> list[str]:
         left = []
         asked = set()
@@ -751,12 +730,14 @@ class Harness:
                 if (stream, durable) in asked:
                     continue  # two versions share its consumer
                 asked.add((stream, durable))
-                flows = self._flows(agent)
+                runs = [worker.session.runs.get(agent.name) for worker in self._workers]
+                flows = [run.flow for run in runs if run]
                 read = (stream, own_streams.of_app(RETRIES, app))
                 facts = [await self._left_of(each, durable) for each in read]
                 if held := sum(map(len, flows)):
                     facts.append(f"{held} held by workers, {sum(flow.running for flow in flows)} of them running")
-                if over := await self._windows_over(agent, app):
+                window = agent.policy.window
+                if window and (over := await window_records.unfinished(agent, window, self._watch, app=app)):
                     facts.append(f"{over} windows over and not done")
                 if any(facts):
                     left.append(f"{agent.name}: {'; '.join([*filter(None, facts), *self._reasons(agent.name)])}")
@@ -777,11 +758,6 @@ class Harness:
         if info.paused_until is not None and info.paused_until >= agent_control.UNTIL_RESUMED:
             return ""
         return f"{stream}: {info.num_pending} waiting, {info.num_ack_pending} delivered and not settled"
-
-    async def _windows_over(self, agent: Agent[Any, Any], app: str) -> int:
-        if (window := agent.policy.window) is None:
-            return 0
-        return await window_records.unfinished(agent, window, self._watch, app=app)
 
     def _reasons(self, agent: str) -> Iterator[str]:
         if not self._workers:
@@ -995,22 +971,15 @@ class _Wait:
         self._stack.close()
 
 
-class _Recorder:
+class _Recorder(Struct, eq=False):
     """A backend of which it is known what was published and made, and that can be cut off from who works with it."""
 
-    def __init__(
-        self,
-        backend: Admin,
-        note: Callable[[Message, PubAck], None],
-        note_stream: Callable[[str], None],
-        take_turns: Callable[[], Awaitable[None]],
-    ) -> None:
-        self.cut_off = False
-        self.take_turns = take_turns
-        """Awaited before each request that writes, or reads what others write."""
-        self._backend = backend
-        self._note = note
-        self._note_stream = note_stream
+    _backend: Admin
+    _note: Callable[[Message, PubAck], None]
+    _note_stream: Callable[[str], None]
+    take_turns: Callable[[], Awaitable[None]]
+    """Awaited before each request that writes, or reads what others write."""
+    cut_off: bool = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -1036,19 +1005,17 @@ class _Recorder:
         self._note(message, ack)
         return ack
 
-    async def publish_many(
-        self, outgoing: Sequence[Outgoing], *, timeout_seconds: float, answered: bool = False
-    ) -> list[PubAck | BackendError]:
+    async def publish_many(self, outgoing: Sequence[Outgoing], **stated: Any) -> list[PubAck | BackendError]:
         if self.cut_off:
             return [UnavailableError("the worker was ended")] * len(outgoing)
-        results = await self._backend.publish_many(outgoing, timeout_seconds=timeout_seconds, answered=answered)
+        results = await self._backend.publish_many(outgoing, **stated)
         for each, result in zip(outgoing, results, strict=True):
             if isinstance(result, PubAck):
                 self._note(each.message, result)
         return results
 
-    async def publish_together(self, outgoing: Sequence[Outgoing], *, timeout_seconds: float) -> PubAck:
-        ack = await self._backend.publish_together(outgoing, timeout_seconds=timeout_seconds)
+    async def publish_together(self, outgoing: Sequence[Outgoing], **stated: Any) -> PubAck:
+        ack = await self._backend.publish_together(outgoing, **stated)
         for each in outgoing:
             self._note(each.message, ack)
         return ack

@@ -23,7 +23,7 @@ from aviso_workers.declare.agents import durable_name
 from aviso_workers.events import Event, Measured
 from aviso_workers.ops import doctor
 from aviso_workers.ops.doctor import output
-from aviso_workers.telemetry.metrics import FLEET_METRICS, METRICS
+from aviso_workers.telemetry.metrics import FLEET_METRICS, METRICS, full_name
 from tests import programs
 from tests.waits import PATIENCE_SECONDS
 
@@ -71,9 +71,9 @@ class Shown(Struct, frozen=True):
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
     """All: the worker's and the fleet's as their tables have them, and what agents measure."""
     of_worker = [
-        Shown(metric.full_name, metric.kind, (*labels, *metric.by), metric.help)
-        for labels, of_labels in (METRICS | FLEET_METRICS).items()
-        for metric in of_labels
+        Shown(full_name(name, metric), metric.kind, (*labels, *filter(None, [metric.by])), metric.help)
+        for labels, of_labels in {**METRICS, **FLEET_METRICS}.items()
+        for name, metric in of_labels.items()
     ]
     file = tmp_path_factory.mktemp("agents") / "config.yaml"
     file.write_text(IN_MEMORY)

@@ -312,17 +312,6 @@ class Task:
         self.around: Sequence[Resource] = ()
 
 
-class DeclaredFunction(Protocol):
-    """An agent, a timer, a task or a resource."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def function(self) -> Callable[..., Any]: ...
-
-
-D = TypeVar("D", bound=DeclaredFunction)
 Declaration = (
     Agent[Any, Any]
     | Timer[Any, Any]
@@ -458,7 +447,7 @@ class Router(Generic[S]):
             if isinstance(function, Agent):
                 agent.classifiers = function.classifiers
                 agent.dead_letter_functions = function.dead_letter_functions
-            self._add_agent(agent)
+            self._add(agent)
             return agent
 
         return declare
@@ -512,7 +501,7 @@ class Router(Generic[S]):
         if not callable(function):
             raise DeclarationError(f"task: must be an async function below @app.task, found {function!r:.100}")
         _refuse_declared("task", function)
-        self._add_task(Task(function, name=check_name("task", getattr(function, "__name__", ""))))
+        self._add(Task(function, name=check_name("task", getattr(function, "__name__", ""))))
         return function
 
     @overload
@@ -747,22 +736,10 @@ class Router(Generic[S]):
             except ValueError as error:
                 raise DeclarationError(f"timer {known_as!r}: {error}") from error
             timer = Timer(function, name=known_as, schedule=made, leader=leader, catch_up=catch_up)
-            self._add_timer(timer)
+            self._add(timer)
             return timer
 
         return declare
-
-    def _add_timer(self, timer: Timer[Any, Any], *, again: bool = False) -> None:
-        self._add("timer", self.timers, timer, again=again)
-        self._tell(timer, again=again)
-
-    def _add_agent(self, agent: Agent[Any, Any], *, again: bool = False) -> None:
-        self._add("agent", self.agents, agent, again=again)
-        self._tell(agent, again=again)
-
-    def _add_task(self, task: Task, *, again: bool = False) -> None:
-        self._add("task", self.tasks, task, again=again)
-        self._tell(task, again=again)
 
     def _declarations(self) -> list[Declaration]:
         """Return all that the router has, but for what runs around its agents."""
@@ -777,22 +754,23 @@ class Router(Generic[S]):
             *self._outgoings,
         ]
 
-    def _tell_also(self, taker: Taker, *, of: object) -> None:
-        """Hand what is declared from now on to the taker as well. `of` says whose it is: each has one."""
-        self._takers[of] = taker
-
     def _tell(self, declared: Declaration, *, again: bool) -> None:
         for taker in self._takers.values():
             taker(declared, again=again)
 
-    def _add(self, kind: str, known: list[D], declared: D, *, again: bool) -> None:
+    def _add(self, declared: Agent[Any, Any] | Timer[Any, Any] | Task, *, again: bool = False) -> None:
+        """Add it to those of its kind, in place of one of its name that is declared `again`."""
+        kind = type(declared).__name__.lower()
+        known: list[Any] = getattr(self, f"{kind}s")
         for place, each in enumerate(known):
             if each.name == declared.name:
                 if not (again or _is_again(each.function, declared.function)):
                     raise self._twice(kind, declared.name)
                 known[place] = declared
-                return
-        known.append(declared)
+                break
+        else:
+            known.append(declared)
+        self._tell(declared, again=again)
 
     def _twice(self, kind: str, name: str) -> DeclarationError:
         return DeclarationError(f"{kind} {name!r} is declared twice in {self.name!r}: give one another name")

@@ -323,7 +323,9 @@ def _answer(classifier: Classifier, error: Exception) -> Ack | BaseException | N
 def _explained(failure: Failure, answer: BaseException) -> Failure:
     if isinstance(answer, Instruction):
         try:
-            return structs.replace(failure, instruction=_with_checked_delay(answer))
+            # An `after` that can be relied on: its author may have set it later. Raises `DeclarationError`.
+            checked = Retry(answer.after, counts=answer.counts) if isinstance(answer, Retry) else answer
+            return structs.replace(failure, instruction=checked)
         except BaseException as raised:
             return structs.replace(failure, error=raised)
     if answer is failure.error:  # raised again
@@ -331,14 +333,6 @@ def _explained(failure: Failure, answer: BaseException) -> Failure:
     with suppress(BaseException):  # where the author's class has another __context__
         answer.__context__ = failure.error
     return structs.replace(failure, error=answer)
-
-
-def _with_checked_delay(instruction: Instruction) -> Instruction:
-    """Return the instruction with an `after` that can be relied on, which its author may have set later.
-
-    Raises `DeclarationError` where it is not a number of seconds.
-    """
-    return Retry(instruction.after, counts=instruction.counts) if isinstance(instruction, Retry) else instruction
 
 
 def _is_raisable(found: object) -> TypeGuard[BaseException]:

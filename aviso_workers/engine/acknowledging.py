@@ -170,38 +170,33 @@ class Settler:
         gate: KeyGate | None = None,
         on_dead_letter: OnDeadLetter | None = None,
     ) -> None:
-        self._agent = agent
-        self._stream = stream
-        self._on_dead_letter = on_dead_letter
+        self.agent = agent
+        self.stream = stream
+        self.flow = flow
+        self.failures = failures
+        self.decisions = decisions
+        self.dead_letters = dead_letters
+        self.shield = shield
+        self.clock = clock
+        self.events = events
         self.outage = outage
+        self._repeats = repeats
+        self._last_failures = last_failures
         self._gate = gate
         """The keys of what the agent depends on, where it has keys of its own."""
-        self._depends = agent.policy.window is None
-        """Whether the handling of a notification asks what the agent depends on. The function of a window does."""
-        self._stays = agent.policy.singleton or flow.ordered
-        """Whether what waits stays with the worker, as it would come back in another order."""
-        self._untried: deque[tuple[float, Delivery]] = deque(maxlen=MAX_UNTRIED)
-        """What was given back while the pace was shut, without being tried, each with when it is delivered again."""
+        self._on_dead_letter = on_dead_letter
         self.successes = 0
         """How many deliveries have succeeded."""
-        self._attempts = agent.policy.retry.attempts
-        self._flow = flow
-        self._repeats = repeats
-        self._failures = failures
-        self._decisions = decisions
-        self._last_failures = last_failures
-        self._shield = shield
-        self._dead_letters = dead_letters
-        self._writer = _DeadLetterWriter(
-            agent=agent.name, dead_letters=dead_letters, stream=stream, clock=clock, events=events
-        )
-        outage.join(agent.name, flow if self._depends else None, most=flow.workers, on_open=self.call_back)
-        self._clock = clock
-        self._events = events
-        self._hear_each = events.listeners(Settled)
-        self._hear_acked = events.listeners(Acked)
         self._acked: list[tuple[float, float, Delivery]] = []
         """The deliveries acked in this turn of the loop, with how long each was handled and how long it waited."""
+        self._hear_each = events.listeners(Settled)
+        self._hear_acked = events.listeners(Acked)
+        self._depends = agent.policy.window is None
+        """Whether the handling of a notification asks what the agent depends on. The function of a window does."""
+        self._untried: deque[tuple[float, Delivery]] = deque(maxlen=MAX_UNTRIED)
+        """What was given back while the pace was shut, without being tried, each with when it is delivered again."""
+        self._writer = _DeadLetterWriter(self)
+        outage.join(agent.name, flow if self._depends else None, most=flow.workers, on_open=self.call_back)
         self._retry_share = RetryShare()
         self._failed_at = clock.monotonic()
         self._finished = 0
@@ -210,18 +205,20 @@ class Settler:
     def _leave_untried(self) -> None:
         """Leave to others what is ready and was not tried, while the pace is shut: what lies behind it comes here, and
         a worker that is cut off keeps nothing from those that are not."""
-        if self._stays or not self._depends or not self.outage.pace.is_shut:
+        if self.agent.policy.singleton or self.flow.ordered:
+            return  # it would come back in another order
+        if not self._depends or not self.outage.pace.is_shut:
             return
-        now = self._clock.monotonic()
-        for delivery in self._flow.dispatch.untried():
+        now = self.clock.monotonic()
+        for delivery in self.flow.dispatch.untried():
             delay = UNTRIED.delay_seconds(1)
             delivery.nak(delay_seconds=delay)
-            self._failures.note_postponed(delivery, delivery.record or FRESH)
+            self.failures.note_postponed(delivery, delivery.record or FRESH)
             self._untried.append((now + delay, delivery))
 
     def call_back(self) -> None:
         """Have delivered at once what was given back without being tried, as the pace opens or the worker ends."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         for due, delivery in self._untried:
             if due - now > UNTRIED_LEAST_SECONDS:
                 delivery.redeliver()
@@ -229,28 +226,28 @@ class Settler:
 
     async def ack_unmatched(self, delivery: Delivery) -> None:
         """Ack a delivery that the agent did not ask for: the server's filter is wider than the agent's."""
-        if self._flow.holds(delivery):
+        if self.flow.holds(delivery):
             record = delivery.record
             self._ack(delivery)
             if record is not None:
-                await self._failures.forget(delivery, record)
+                await self.failures.forget(delivery, record)
         else:
-            self._flow.finish(delivery)
+            self.flow.finish(delivery)
 
     def postpone(self, delivery: Delivery, record: PriorRecord) -> bool:
         """Give a retry that is due back for later where retries have had their share of the time and something new
         waits; return whether. It counts as no attempt.
         """
-        if self._flow.ordered or not delivery.num_pending:
+        if self.flow.ordered or not delivery.num_pending:
             return False
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         later_seconds = self._retry_share.later_seconds(now)
-        if later_seconds <= 0 and self._flow.has_many_retries:
+        if later_seconds <= 0 and self.flow.has_many_retries:
             later_seconds = (UNTRIED if self.outage.pace.is_shut else SOON).delay_seconds(1)
             self._untried.append((now + later_seconds, delivery))
         if later_seconds <= 0:
             return False
-        self._failures.note_postponed(delivery, record)
+        self.failures.note_postponed(delivery, record)
         self._nak(delivery, later_seconds)
         return True
 
@@ -270,7 +267,7 @@ class Settler:
 
         The dead letter of a `DeadLetter` is stored, with `message` as the original. Where that fails, it is `Again`.
         """
-        classified = verdicts.classify(failure, self._agent.classifiers)
+        classified = verdicts.classify(failure, self.agent.classifiers)
         if isinstance(classified, Ack):
             return classified
         record = PriorRecord(failures=failures, away_since=self._now() - away_seconds if away_seconds else 0.0)
@@ -279,9 +276,9 @@ class Settler:
         if isinstance(verdict, Again):
             return verdict
         try:
-            await self._dead_letters.dead_letter(
+            await self.dead_letters.dead_letter(
                 message,
-                agent=self._agent.name,
+                agent=self.agent.name,
                 stream=stream,
                 reason=verdict.reason,
                 attempts=failures + 1,
@@ -289,7 +286,7 @@ class Settler:
                 part=part,
             )
         except BackendError:
-            delay = self._agent.policy.retry.delay_seconds(failures + 1)
+            delay = self.agent.policy.retry.delay_seconds(failures + 1)
             return Again(after_seconds=delay, reason="dead_letter_failed")
         if self._on_dead_letter is not None:
             error = classified.error
@@ -304,13 +301,13 @@ class Settler:
         """
         if failure is None and self.succeeded(delivery, started=started):
             return
-        waited = self._flow.waited_seconds(delivery)
+        waited = self.flow.waited_seconds(delivery)
         if waited is None:
-            self._flow.finish(delivery)
+            self.flow.finish(delivery)
             return
-        call = _EndedCall(delivery, delivery.record or FRESH, started, self._clock.monotonic() - started, waited)
+        call = _EndedCall(delivery, delivery.record or FRESH, started, self.clock.monotonic() - started, waited)
         if not delivery.held:
-            self._flow.finish(delivery)
+            self.flow.finish(delivery)
             self._emit_settled(call, TAKEN_OVER)
         elif failure is not None:
             await self._settle_failed(call, failure)
@@ -318,7 +315,7 @@ class Settler:
         else:
             self._ack(delivery)
             self._note_acked(delivery, call.seconds, waited)
-            self._decisions.note_end(delivery, "handled")
+            self.decisions.note_end(delivery, "handled")
             await self._forget(call)
 
     def succeeded(self, delivery: Delivery, *, started: float) -> bool:
@@ -327,11 +324,11 @@ class Settler:
         """
         if delivery.record is not None or not delivery.held:
             return False
-        waited = self._flow.finish(delivery)
+        waited = self.flow.finish(delivery)
         if waited is not None:
             delivery.ack()
             self._repeats.note(delivery)
-            self._note_acked(delivery, self._clock.monotonic() - started, waited)
+            self._note_acked(delivery, self.clock.monotonic() - started, waited)
         return True
 
     def _note_acked(self, delivery: Delivery, seconds: float, waited: float) -> None:
@@ -347,12 +344,12 @@ class Settler:
             self._acked.append((seconds, waited, delivery))
 
     def _emit_acked(self) -> None:
-        acked, now = self._acked, self._clock.time_ns()
+        acked, now = self._acked, self.clock.time_ns()
         self._acked = []
-        self._events.emit(
+        self.events.emit(
             Acked(
-                agent=self._agent.name,
-                event_type=self._agent.event_type,
+                agent=self.agent.name,
+                event_type=self.agent.event_type,
                 seconds=[seconds for seconds, _, _ in acked],
                 waited_seconds=[waited for _, waited, _ in acked],
                 stored_to_settled_seconds=[(now - each.message.timestamp_ns) / 1e9 for _, _, each in acked],
@@ -363,13 +360,13 @@ class Settler:
     async def _settle_failed(self, call: _EndedCall, failure: Failure) -> None:
         delivery, record = call.delivery, call.record
         if failure.other_version:
-            await self._failures.clear(delivery)  # or its next delivery would be handled alone
-            self._failures.note_postponed(delivery, record)
+            await self.failures.clear(delivery)  # or its next delivery would be handled alone
+            self.failures.note_postponed(delivery, record)
             delay = leave_to_others(delivery)
-            self._flow.finish(delivery)
+            self.flow.finish(delivery)
             self._emit_settled(call, _Outcome("retried", "other_version", failure.error, again_in_seconds=delay))
             return
-        classified = verdicts.classify(failure, self._agent.classifiers)
+        classified = verdicts.classify(failure, self.agent.classifiers)
         if isinstance(classified, Ack):
             self._ack(delivery)
             self._emit_failed(call, _Outcome("acked", ON_ERROR, failure.error))
@@ -389,11 +386,11 @@ class Settler:
         else:
             # Counted all the same: a redelivery without a counted failure is taken for one whose worker died.
             outcome = _Outcome("retried", "dead_letter_failed", refused.error, attempt, refused.again_in_seconds)
-        await self._failures.add(
+        await self.failures.add(
             delivery,
             before=record,
             again_in_seconds=outcome.again_in_seconds,
-            kept=self._flow.ordered,
+            kept=self.flow.ordered,
             worker_died=failure.worker_died,
             then=partial(self._retry, call, outcome),
         )
@@ -403,7 +400,7 @@ class Settler:
     ) -> DeadLettersRefused | None:
         """Store a dead letter and terminate its delivery, and return None, or why it was not stored."""
         delivery = call.delivery
-        async with self._shield.hold():
+        async with self.shield.hold():
             refused = await self._writer.store(delivery, verdict, attempts=attempts, error=error)
         if refused is not None:
             return refused
@@ -413,7 +410,7 @@ class Settler:
         self._remove(delivery)
         is_decided = isinstance(error, SkippedError)  # by a person: it is no failure, and the last one is over
         if not is_decided:
-            self._last_failures.note("agents", self._agent.name, error)
+            self._last_failures.note("agents", self.agent.name, error)
         self._emit_failed(call, _Outcome("dead_lettered", verdict.reason, error, attempts))
         await self._forget(call, handled=is_decided)
         return None
@@ -422,8 +419,8 @@ class Settler:
         """Forget the failures of a delivery that is settled: `handled` or skipped by a person, or as a dead letter."""
         if call.record.tried:
             sequence = call.delivery.message.sequence
-            self._last_failures.note_settled(self._agent.name, self._stream, sequence, handled=handled)
-        await self._failures.forget(call.delivery, call.record)
+            self._last_failures.note_settled(self.agent.name, self.stream, sequence, handled=handled)
+        await self.failures.forget(call.delivery, call.record)
 
     def _note_failure(self, failure: Failure, *, again: bool, key: Hashable = None) -> bool:
         """Tell the outage of a failure, and return whether something is away."""
@@ -445,7 +442,7 @@ class Settler:
             return Again(after_seconds=uncounted, reason=UNCOUNTED)
         if away:
             return DeadLetter(reason=UNAVAILABLE)
-        return verdicts.decide(failure, failures=record.failures, retry=self._agent.policy.retry)
+        return verdicts.decide(failure, failures=record.failures, retry=self.agent.policy.retry)
 
     def _waits(self, record: PriorRecord) -> int:
         """Return how often the wait of what is away grows, with this failure."""
@@ -454,24 +451,24 @@ class Settler:
     async def _spare(self, call: _EndedCall, spared: Again, error: BaseException) -> None:
         """Have a delivery tried again whose failure is no attempt."""
         delivery, before = call.delivery, call.record
-        await self._failures.clear(delivery)  # or its next delivery would be handled alone
+        await self.failures.clear(delivery)  # or its next delivery would be handled alone
         record = structs.replace(before, uncounted=before.uncounted + 1)
         if spared.reason == UNAVAILABLE:
             waits, since = self._waits(record), record.away_since or self._now()
             record = structs.replace(record, waits=waits, succeeded=self.successes, away_since=since)
-        if not self._flow.ordered:
-            self._failures.note_postponed(delivery, record)
+        if not self.flow.ordered:
+            self.failures.note_postponed(delivery, record)
         if record.away_since != before.away_since:
-            await self._failures.note_away(delivery, record)
+            await self.failures.note_away(delivery, record)
         self._retry(call, _Outcome("retried", spared.reason, error, record.failures, spared.after_seconds), record)
 
     def _retry(self, call: _EndedCall, outcome: _Outcome, record: PriorRecord) -> None:
         """Have a delivery tried again, of which this is known from now on, and state that."""
         delivery, delay = call.delivery, outcome.again_in_seconds
         delivery.record = record
-        if self._flow.ordered:
-            self._flow.retry_later(delivery, after_seconds=delay)
-            self._decisions.note_retried(delivery, kept=True, after_seconds=delay)
+        if self.flow.ordered:
+            self.flow.retry_later(delivery, after_seconds=delay)
+            self.decisions.note_retried(delivery, kept=True, after_seconds=delay)
         else:
             self._nak(delivery, delay)
         self._note_retried(delivery, outcome)
@@ -482,7 +479,7 @@ class Settler:
         return None if self._gate is None else self._gate.gate(delivery)
 
     def _now(self) -> float:
-        return self._clock.time_ns() / 1e9
+        return self.clock.time_ns() / 1e9
 
     def _note_retried(self, delivery: Delivery, outcome: _Outcome) -> None:
         assert outcome.error is not None
@@ -492,33 +489,33 @@ class Settler:
         error = printable(f"{type(outcome.error).__name__}: {line_of(outcome.error)}")[:LONGEST_ERROR]
 
         def retrying(again_at: datetime) -> Retrying:
-            behind = self._flow.behind(message.sequence)
+            behind = self.flow.behind(message.sequence)
             return Retrying(
                 again_at=again_at,
-                stream=self._stream,
+                stream=self.stream,
                 sequence=message.sequence,
                 timestamp_ns=message.timestamp_ns,
                 handed_back=handed_back,
                 attempt=attempt,
-                attempts=self._attempts,
-                blocked=failure_records.is_blocked(attempt, self._attempts),
+                attempts=self.agent.policy.retry.attempts,
+                blocked=failure_records.is_blocked(attempt, self.agent.policy.retry.attempts),
                 error=error,
-                key=printable(self._flow.key_of(message.subject)),
+                key=printable(self.flow.key_of(message.subject)),
                 behind=len(behind),
                 first_behind=tuple(behind[:MAX_BEHIND]),
             )
 
         again_in_seconds = outcome.again_in_seconds
         self._last_failures.note(
-            "agents", self._agent.name, outcome.error, again_in_seconds=again_in_seconds, retrying=retrying
+            "agents", self.agent.name, outcome.error, again_in_seconds=again_in_seconds, retrying=retrying
         )
 
     def _again_in_seconds(self, delivery: Delivery, after_seconds: float, *, took_seconds: float) -> float:
         """Return after how long to retry a notification, so that due retries leave time for what is new."""
-        now, finished = self._clock.monotonic(), self._flow.finished
+        now, finished = self.clock.monotonic(), self.flow.finished
         # What the worker has done since the last failure was this, and what succeeded. Where it was idle, that is long.
         share = FAILURE_COSTS / (FAILURE_COSTS + finished - self._finished)
-        most = max(took_seconds / self._agent.policy.concurrency, FAILURE_SECONDS)
+        most = max(took_seconds / self.agent.policy.concurrency, FAILURE_SECONDS)
         takes = min((now - self._failed_at) * share, most)
         self._failed_at, self._finished = now, finished
         if delivery.num_delivered > 1:
@@ -532,26 +529,26 @@ class Settler:
         self._emit_settled(call, outcome)
         end = "skipped" if isinstance(outcome.error, SkippedError) else ENDS[outcome.outcome]
         again = outcome.again_in_seconds
-        self._decisions.note_end(call.delivery, end, error=outcome.error, again_in_seconds=again)
+        self.decisions.note_end(call.delivery, end, error=outcome.error, again_in_seconds=again)
 
     def _emit_settled(self, call: _EndedCall, outcome: _Outcome) -> None:
         """State what became of a delivery."""
         message = call.delivery.message
         kind = Settled if outcome is ACKED else Failed
-        self._events.emit(
+        self.events.emit(
             kind(
-                agent=self._agent.name,
-                event_type=self._agent.event_type,
+                agent=self.agent.name,
+                event_type=self.agent.event_type,
                 sequence=message.sequence,
                 outcome=outcome.outcome,
                 reason=outcome.reason,
                 seconds=call.seconds,
                 waited_seconds=call.waited,
-                stored_to_settled_seconds=(self._clock.time_ns() - message.timestamp_ns) / 1e9,
+                stored_to_settled_seconds=(self.clock.time_ns() - message.timestamp_ns) / 1e9,
                 num_delivered=call.record.handed_over(call.delivery.num_delivered),
                 error=outcome.error,
                 attempt=outcome.attempt,
-                attempts=self._attempts,
+                attempts=self.agent.policy.retry.attempts,
                 again_in_seconds=outcome.again_in_seconds,
             )
         )
@@ -562,22 +559,18 @@ class Settler:
 
     def _remove(self, delivery: Delivery) -> None:
         self._repeats.note(delivery)
-        self._flow.finish(delivery)
+        self.flow.finish(delivery)
 
     def _nak(self, delivery: Delivery, delay: float) -> None:
         delivery.nak(delay_seconds=delay)
-        self._flow.finish(delivery)
-        self._decisions.note_retried(delivery, kept=False, after_seconds=delay)
+        self.flow.finish(delivery)
+        self.decisions.note_retried(delivery, kept=False, after_seconds=delay)
 
 
-class _DeadLetterWriter(Struct, eq=False, kw_only=True):
+class _DeadLetterWriter(Struct, eq=False):
     """Stores the dead letters of one agent; after an error it tries none until a backoff has passed."""
 
-    agent: str
-    dead_letters: DeadLetterStore
-    stream: str
-    clock: Clock
-    events: Events
+    settler: Settler
     refusal: BackendError | None = None
     refusals: int = 0
     again_at: float = -math.inf
@@ -591,14 +584,14 @@ class _DeadLetterWriter(Struct, eq=False, kw_only=True):
 
         While the backoff after an earlier one has not passed, its error is returned without a try.
         """
-        now = self.clock.monotonic()
+        now = self.settler.clock.monotonic()
         if self.refusal is not None and now < self.again_at:
             return self._refused(self.refusal, self.again_at - now)
         try:
-            await self.dead_letters.dead_letter(
+            await self.settler.dead_letters.dead_letter(
                 delivery.message,
-                agent=self.agent,
-                stream=self.stream,
+                agent=self.settler.agent.name,
+                stream=self.settler.stream,
                 reason=verdict.reason,
                 attempts=attempts,
                 error=error,
@@ -609,7 +602,7 @@ class _DeadLetterWriter(Struct, eq=False, kw_only=True):
         return None
 
     def _refuse(self, refusal: BackendError) -> DeadLettersRefused:
-        now = self.clock.monotonic()
+        now = self.settler.clock.monotonic()
         if refusal.code == error_codes.MESSAGE_TOO_LARGE:
             delay = STORE_AGAIN.max  # this one will not be stored soon, and others can be
         elif now < self.again_at:
@@ -622,16 +615,16 @@ class _DeadLetterWriter(Struct, eq=False, kw_only=True):
         if self.recovery_timer is not None:
             self.recovery_timer.cancel()
         # Where the originals succeed in a later attempt, no dead letter shows that storing works again: this does.
-        self.recovery_timer = self.clock.call_at(now + 2 * delay, self._recover)
+        self.recovery_timer = self.settler.clock.call_at(now + 2 * delay, self._recover)
         refused = self._refused(refusal, delay)
-        self.events.emit(refused)
+        self.settler.events.emit(refused)
         return refused
 
     def _refused(self, refusal: BackendError, seconds: float) -> DeadLettersRefused:
-        return DeadLettersRefused(agent=self.agent, error=refusal, again_in_seconds=seconds)
+        return DeadLettersRefused(agent=self.settler.agent.name, error=refusal, again_in_seconds=seconds)
 
     def _recover(self) -> None:
         if self.refusal is None:
             return
         self.refusal, self.refusals, self.again_at = None, 0, -math.inf
-        self.events.emit(DeadLettersStored(agent=self.agent))
+        self.settler.events.emit(DeadLettersStored(agent=self.settler.agent.name))

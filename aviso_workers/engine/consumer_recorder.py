@@ -6,6 +6,7 @@ last seen settled where there is no record any more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from typing import Literal
@@ -21,7 +22,7 @@ from aviso_workers.errors import (
     NotFoundError,
     UnavailableError,
 )
-from aviso_workers.events import ConsumerEdited, ConsumerNotRecorded, ConsumerResumed, ConsumerTakenBack, Events
+from aviso_workers.events import ConsumerEdited, ConsumerNotRecorded, ConsumerResumed, ConsumerTakenBack, Event, Events
 from aviso_workers.jetstream import identities, specs
 from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.specs import ConsumerSpec
@@ -70,6 +71,10 @@ class ConsumerRecorder(Struct, eq=False):
     def key(self) -> str:
         return consumer_records.key_of(self.app, self.agent, self.stream)
 
+    def emit(self, kind: Callable[..., Event], **fields: object) -> None:
+        """State a fact about the consumer."""
+        self.events.emit(kind(agent=self.agent, stream=self.stream, consumer=self.consumer, **fields))
+
     async def found(self) -> ConsumerInfo | None:
         """Return the consumer; None where there is none. Raises `BackendError`."""
         try:
@@ -85,14 +90,7 @@ class ConsumerRecorder(Struct, eq=False):
         if found.config.max_deliver <= 0 or found.paused or not await self.is_known():
             return False
         await self.remove(why="max_deliver")
-        self.events.emit(
-            ConsumerEdited(
-                agent=self.agent,
-                stream=self.stream,
-                consumer=self.consumer,
-                differences=(f"max_deliver: {found.config.max_deliver} -> unlimited",),
-            )
-        )
+        self.emit(ConsumerEdited, differences=(f"max_deliver: {found.config.max_deliver} -> unlimited",))
         return True
 
     async def remove(self, *, why: Literal["filter", "max_deliver"] = "filter") -> None:
@@ -127,16 +125,7 @@ class ConsumerRecorder(Struct, eq=False):
             wanted = specs.beginning_after(wanted, (await self.backend.stream_info(self.stream)).last_sequence)
         info = await self.provisioner.ensure_consumer(self.stream, wanted)
         if found is None and settled is not None:
-            self.events.emit(
-                ConsumerResumed(
-                    agent=self.agent,
-                    stream=self.stream,
-                    consumer=info.name,
-                    sequence=settled + 1,
-                    recorded=recorded,
-                    why=self.removed_for,
-                )
-            )
+            self.emit(ConsumerResumed, sequence=settled + 1, recorded=recorded, why=self.removed_for)
         self.removed_for = "lost"
         return info
 
@@ -179,15 +168,7 @@ class ConsumerRecorder(Struct, eq=False):
         recorded = min(self.last.ack_floor, self.end) if self.last else 0
         self.looks_behind = self.looks_behind + 1 if consumer.settled < recorded else 0
         if self.looks_behind == 2:
-            self.events.emit(
-                ConsumerTakenBack(
-                    agent=self.agent,
-                    stream=self.stream,
-                    consumer=self.consumer,
-                    recorded=recorded,
-                    settled=consumer.settled,
-                )
-            )
+            self.emit(ConsumerTakenBack, recorded=recorded, settled=consumer.settled)
 
     async def _settled(self) -> int | None:
         """Return up to where everything is settled, as recorded, or as this worker has last seen where there is no

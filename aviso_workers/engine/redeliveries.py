@@ -22,20 +22,14 @@ from msgspec import Struct, field
 
 from aviso_workers.aviso.codec import lacks_body
 from aviso_workers.backends import Backend, Delivery
-from aviso_workers.clocks import Clock
 from aviso_workers.declare import verdicts
-from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.declare.verdicts import Failure, Nak, PriorRecord
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine.acknowledging import Settler
-from aviso_workers.engine.attempts import Failures
-from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.dispatch import ASKED, BEHIND, GATE
-from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.isolation import Isolation
-from aviso_workers.engine.shields import Shield
 from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, SkippedError, WorkerDiedError
-from aviso_workers.events import Events, NotReadAgain, ReadAgain
+from aviso_workers.events import NotReadAgain, ReadAgain
 
 READS_AT_ONCE = 8
 READ_AGAIN_SECONDS = 1.0
@@ -50,17 +44,8 @@ class Redeliveries(Struct, eq=False, kw_only=True):
     """Lets the redelivered notifications of one agent run, alone where they may end their process."""
 
     backend: Backend
-    agent: str
-    stream: str
-    flow: Flow
-    failures: Failures
-    decisions: Decisions
     settler: Settler
     isolation: Isolation
-    shield: Shield
-    retry: RetryPolicy
-    clock: Clock
-    events: Events
     reads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))
     reported: bool = False
     """Whether it was stated that a message cannot be read."""
@@ -70,50 +55,54 @@ class Redeliveries(Struct, eq=False, kw_only=True):
     async def work(self) -> None:
         """Take from the flow what was delivered again or has no body, until the flow is closed."""
         async with anyio.create_task_group() as tasks:
-            while (delivery := await self.flow.take_redelivered()) is not None:
+            while (delivery := await self.settler.flow.take_redelivered()) is not None:
                 if not self._admit_known(delivery):
                     tasks.start_soon(self._decide, delivery)
 
     async def end(self) -> None:
         """Remove the records of handlers that began and were cancelled, now that none runs any more."""
         self.settler.call_back()
-        await self.failures.clear_all()
+        await self.settler.failures.clear_all()
 
     def _admit_known(self, delivery: Delivery) -> bool:
         """Let it run where that can be said at once, as of most that have failed: a task for each would cost more."""
-        record = delivery.record or self.failures.recall(delivery)
+        record = delivery.record or self.settler.failures.recall(delivery)
         if record is None or lacks_body(delivery.message):
             return False
         delivery.record = record
-        known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self.retry)
-        if known != "run" or self.decisions.pending(delivery) is not None:
+        known = verdicts.before_handling(
+            record, num_delivered=delivery.num_delivered, retry=self.settler.agent.policy.retry
+        )
+        if known != "run" or self.settler.decisions.pending(delivery) is not None:
             return False
         self._run(delivery, record)
         return True
 
     def _run(self, delivery: Delivery, record: PriorRecord | None, *, at_once: bool = False) -> None:
         if at_once or record is None or not self.settler.postpone(delivery, record):
-            self.flow.admit(delivery, tried=record is not None and record.tried, at_once=at_once)
+            self.settler.flow.admit(delivery, tried=record is not None and record.tried, at_once=at_once)
 
     async def _decide(self, delivery: Delivery) -> None:
         if lacks_body(delivery.message) and not await self._read(delivery):
             return
         record = delivery.record
         if record is None and delivery.num_delivered > 1:
-            record = await self.failures.read(delivery)
-            await self.decisions.read(delivery)
+            record = await self.settler.failures.read(delivery)
+            await self.settler.decisions.read(delivery)
         if delivery.place != ASKED:
             return  # an earlier one of its key came meanwhile, or it was given back
         delivery.record = record
         if record is None:
             self._run(delivery, record)
             return
-        decision = self.decisions.pending(delivery)
+        decision = self.settler.decisions.pending(delivery)
         if decision is not None and decision.decides == "skip":
             skipped = SkippedError(record.failures, decision.last_error, by=decision.by)
             await self._fail(delivery, Failure(skipped, final="skipped"))
             return
-        known = verdicts.before_handling(record, num_delivered=delivery.num_delivered, retry=self.retry)
+        known = verdicts.before_handling(
+            record, num_delivered=delivery.num_delivered, retry=self.settler.agent.policy.retry
+        )
         known = "run" if delivery.num_delivered == 1 else known
         await self._carry_out(known, delivery, record, at_once=decision is not None)
 
@@ -126,7 +115,7 @@ class Redeliveries(Struct, eq=False, kw_only=True):
                 self._run(delivery, record, at_once=at_once)
             case "run_recorded":
                 delivery.begin = partial(self._begin, delivery, alone=False)
-                self.flow.admit(delivery, tried=record.tried, at_once=at_once)
+                self.settler.flow.admit(delivery, tried=record.tried, at_once=at_once)
             case "run_alone":
                 await self._run_alone(delivery)
             case "worker_died":
@@ -139,63 +128,65 @@ class Redeliveries(Struct, eq=False, kw_only=True):
         """Read the message of a delivery again, and return whether it could be read."""
         try:
             async with self.reads:
-                message = await self.backend.message(self.stream, delivery.message.sequence)
+                message = await self.backend.message(self.settler.stream, delivery.message.sequence)
         except NotFoundError:
             message = None
         except BackendError as error:
             self._note_unread(delivery, error)
-            if self.flow.dispatch.start(delivery):
-                self.flow.retry_later(delivery, after_seconds=READ_AGAIN_SECONDS)
+            if self.settler.flow.dispatch.start(delivery):
+                self.settler.flow.retry_later(delivery, after_seconds=READ_AGAIN_SECONDS)
             return False
         self._note_readable()
         if message is None or abs(message.timestamp_ns - delivery.message.timestamp_ns) > SAME_TIME_NS:
             acknowledging.settle(delivery, Nak())  # it has left the stream: a server delivers no such message again
-            self.flow.finish(delivery)
+            self.settler.flow.finish(delivery)
             return False
-        if self.flow.holds(delivery):
-            self.flow.replace(delivery, message)
+        if self.settler.flow.holds(delivery):
+            self.settler.flow.replace(delivery, message)
         return True
 
     def _note_unread(self, delivery: Delivery, error: BackendError) -> None:
         """State, once, why what waits does not begin."""
-        self.failed_at = self.clock.monotonic()
-        self.clock.call_at(self.failed_at + QUIET_SECONDS, self._end_if_quiet)
+        self.failed_at = self.settler.clock.monotonic()
+        self.settler.clock.call_at(self.failed_at + QUIET_SECONDS, self._end_if_quiet)
         if self.reported:
             return
         self.reported = True
         sequence = delivery.message.sequence
-        self.events.emit(NotReadAgain(agent=self.agent, stream=self.stream, sequence=sequence, error=error))
+        self.settler.events.emit(
+            NotReadAgain(agent=self.settler.agent.name, stream=self.settler.stream, sequence=sequence, error=error)
+        )
 
     def _end_if_quiet(self) -> None:
         """Report that messages can be read again, once none failed for a while: it may have left with its stream."""
-        if self.clock.monotonic() >= self.failed_at + QUIET_SECONDS:
+        if self.settler.clock.monotonic() >= self.failed_at + QUIET_SECONDS:
             self._note_readable()
 
     def _note_readable(self) -> None:
         if self.reported:
             self.reported = False
-            self.events.emit(ReadAgain(agent=self.agent, stream=self.stream))
+            self.settler.events.emit(ReadAgain(agent=self.settler.agent.name, stream=self.settler.stream))
 
     async def _run_alone(self, delivery: Delivery) -> None:
-        if self.flow.put_off(delivery):
+        if self.settler.flow.put_off(delivery):
             return
         async with self.isolation.of(delivery):
-            if self.flow.closed or delivery.place != ASKED or self.flow.put_off(delivery):
+            if self.settler.flow.closed or delivery.place != ASKED or self.settler.flow.put_off(delivery):
                 return
             delivery.begin = partial(self._begin, delivery, alone=True)
-            self.flow.admit(delivery, tried=True, alone=True)
+            self.settler.flow.admit(delivery, tried=True, alone=True)
             try:
                 await self.isolation.ended()
             finally:
                 if delivery.place not in (BEHIND, GATE):
-                    async with self.shield.hold():  # before it is given back, or it would count as a failure
-                        await self.failures.clear(delivery)
+                    async with self.settler.shield.hold():  # before it is given back, or it would count as a failure
+                        await self.settler.failures.clear(delivery)
 
     async def _begin(self, delivery: Delivery, *, alone: bool) -> None:
-        async with self.shield.hold():  # a worker that is cancelled here would lose the delivery that it takes
-            await self.failures.begin(delivery, alone=alone)
+        async with self.settler.shield.hold():  # a worker that is cancelled here would lose the delivery that it takes
+            await self.settler.failures.begin(delivery, alone=alone)
 
     async def _fail(self, delivery: Delivery, failure: Failure) -> None:
-        if not self.flow.dispatch.start(delivery):
+        if not self.settler.flow.dispatch.start(delivery):
             return
-        await self.settler.settle(delivery, failure, started=self.clock.monotonic())
+        await self.settler.settle(delivery, failure, started=self.settler.clock.monotonic())

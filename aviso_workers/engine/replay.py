@@ -6,17 +6,17 @@ comes. So there is no hand-over from history to live, and nothing can fall betwe
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from datetime import datetime
 from typing import Any
 
+from msgspec import Struct
+
 from aviso_workers import clocks
-from aviso_workers.aviso import topics
 from aviso_workers.aviso.codec import NotificationReader, store_time
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.positions import Position
-from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend, Message, StreamInfo
 from aviso_workers.clocks import SKEW
 from aviso_workers.errors import NotFoundError, UnansweredError, UnavailableError, UndecodableError
@@ -48,26 +48,16 @@ async def when_created(backend: Backend, stream: str, *, known: datetime | None)
     return found
 
 
-class Replayer:
+class Replayer(Struct, eq=False):
     """Reads the notifications of one event type that match `where`."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        name: str,
-        event_type: EventType,
-        where: Where,
-        stream: str,
-        events: Events,
-        decode: Callable[[bytes], Any] | None = None,
-    ) -> None:
-        self._backend = backend
-        self._name = name
-        self._stream = stream
-        self._filters = topics.filter_subjects(where)
-        self._reader = NotificationReader(name, event_type, where=where, decode=decode)
-        self._events = events
+    backend: Backend
+    name: str
+    """Of the event type."""
+    stream: str
+    filters: tuple[str, ...]
+    reader: NotificationReader
+    events: Events
 
     async def replay(self, start: Position, end: Position) -> AsyncGenerator[Notification[Any], None]:
         """Yield what is stored now between the two ends, both inclusive.
@@ -78,7 +68,7 @@ class Replayer:
         info = await self._reaching(start)
         if not _is_within(start, info):
             raise NotFoundError(
-                f"there is no {start.sequence} to begin at: {self._stream} ends at {info.last_sequence}. If it was "
+                f"there is no {start.sequence} to begin at: {self.stream} ends at {info.last_sequence}. If it was "
                 "deleted and recreated since you noted the id, begin at 1"
             )
         last = info.last_sequence if end.sequence is None else min(info.last_sequence, end.sequence)
@@ -108,8 +98,8 @@ class Replayer:
         begin = start
         if not _is_within(start, info):
             assert start.sequence is not None
-            self._events.emit(
-                StartNotReached(stream=self._stream, sequence=start.sequence, last_sequence=info.last_sequence)
+            self.events.emit(
+                StartNotReached(stream=self.stream, sequence=start.sequence, last_sequence=info.last_sequence)
             )
             begin = Position(sequence=1)
         reading = _Reading(begin, created=info.created)
@@ -123,7 +113,7 @@ class Replayer:
                 info = await self._stream_again()
                 if not reading.is_of(info):
                     sequence, last = reading.next_sequence, info.last_sequence
-                    self._events.emit(StreamMadeAgain(stream=self._stream, next_sequence=sequence, last_sequence=last))
+                    self.events.emit(StreamMadeAgain(stream=self.stream, next_sequence=sequence, last_sequence=last))
                     reading = _Reading(Position(time=start.time), created=info.created)
 
     async def _messages(self, reading: _Reading, last: int | None) -> AsyncGenerator[Message, None]:
@@ -144,21 +134,21 @@ class Replayer:
                         yield message
                 return
             except UnavailableError as error:
-                failures = failures + 1 if self._backend.connection.ready else 0
+                failures = failures + 1 if self.backend.connection.ready else 0
                 unanswered = unanswered + 1 if failures and isinstance(error, UnansweredError) else 0
                 if unanswered == MAX_UNANSWERED and not reading.is_answered:
                     raise
                 if failures == FAILURES_BEFORE_WARNING:
-                    self._events.emit(StreamNotRead(stream=self._stream, error=error))
+                    self.events.emit(StreamNotRead(stream=self.stream, error=error))
                 if last is not None and failures == MAX_FAILURES:
                     raise
                 await self._pause()
 
     async def _read(self, reading: _Reading, last: int | None) -> AsyncGenerator[Message, None]:
         """Read until the end or an interruption."""
-        messages = self._backend.read(
-            self._stream,
-            filter_subjects=self._filters,
+        messages = self.backend.read(
+            self.stream,
+            filter_subjects=self.filters,
             start_sequence=reading.next_sequence,
             start_time=reading.from_time and _before(reading.from_time),
             last_sequence=last,
@@ -183,25 +173,25 @@ class Replayer:
 
         Raises `UnavailableError` where its end may still come.
         """
-        info = await self._backend.stream_info(self._stream)
+        info = await self.backend.stream_info(self.stream)
         if reading.is_of(info):
             reading.times_behind = 0
             return
         reading.times_behind += 1
         if info.created == reading.created and reading.times_behind <= MAX_TIMES_BEHIND:
-            raise UnavailableError(f"stream {self._stream} has come to {info.last_sequence}, and was further")
-        raise _recreated(self._stream)
+            raise UnavailableError(f"stream {self.stream} has come to {info.last_sequence}, and was further")
+        raise _recreated(self.stream)
 
     async def _reaching(self, start: Position) -> StreamInfo:
         """Return what the stream is, asked again a few times where it has not come to the sequence of the start: its
         new leader may not have come so far yet.
         """
-        info = await self._backend.stream_info(self._stream)
+        info = await self.backend.stream_info(self.stream)
         for _ in range(MAX_TIMES_BEHIND):
             if _is_within(start, info):
                 break
             await self._pause()
-            info = await self._backend.stream_info(self._stream)
+            info = await self.backend.stream_info(self.stream)
         return info
 
     async def _stream_again(self) -> StreamInfo:
@@ -210,24 +200,24 @@ class Replayer:
         while True:
             await self._pause()
             try:
-                return await self._backend.stream_info(self._stream)
+                return await self.backend.stream_info(self.stream)
             except UnavailableError:
                 continue
             except NotFoundError:
                 if not reported:
-                    self._events.emit(StreamGone(stream=self._stream))
+                    self.events.emit(StreamGone(stream=self.stream))
                 reported = True
 
     async def _pause(self) -> None:
         """Wait before the next attempt. Raises `BackendError` when the connection is lost for good."""
-        with clocks.move_on_after(self._backend.clock, AGAIN_AFTER_SECONDS):
-            await self._backend.connection.failed()
+        with clocks.move_on_after(self.backend.clock, AGAIN_AFTER_SECONDS):
+            await self.backend.connection.failed()
 
     def _matching(self, message: Message) -> Notification[Any] | None:
         try:
-            return self._reader.notification(message)
+            return self.reader.notification(message)
         except UndecodableError as error:
-            self._events.emit(Skipped(event_type=self._name, sequence=message.sequence, error=error))
+            self.events.emit(Skipped(event_type=self.name, sequence=message.sequence, error=error))
             return None
 
 

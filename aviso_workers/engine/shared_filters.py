@@ -36,11 +36,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import anyio
-from msgspec import structs
+from msgspec import Struct, structs
 
 from aviso_workers import clocks
 from aviso_workers.aviso.literals import SECOND
-from aviso_workers.backends import Backend, ConsumerInfo, Delivery
+from aviso_workers.backends import ConsumerInfo, Delivery
 from aviso_workers.declare.verdicts import Ack
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder
@@ -50,8 +50,6 @@ from aviso_workers.events import (
     AgentMoved,
     ConsumerEdited,
     ConsumerNotRecorded,
-    Event,
-    Events,
     FilterHides,
     FiltersDiffer,
     FunctionsDiffer,
@@ -81,47 +79,30 @@ Filters = tuple[str, ...]
 """Filter subjects; none means everything."""
 
 
-class SharedFilter:
+class SharedFilter(Struct, eq=False, dict=True):
     """The consumer of one worker's agent; `consumer` states what its own version wants."""
 
-    def __init__(
-        self,
-        consumer: ConsumerSpec,
-        *,
-        everything: Filters,
-        agent: str,
-        stream: str,
-        backend: Backend,
-        registry: Versions,
-        recorder: ConsumerRecorder,
-        retries: ConsumerRecorder,
-        events: Events,
-        on_ack_wait: Callable[[float], None],
-        function: str = "",
-        known_agents: KnownAgents | None = None,
-        states_start: bool = False,
-    ) -> None:
-        """`everything` is the filter of all notifications of the event type. `on_ack_wait` is called with the seconds
-        within which the worker has to report what it holds. `function` names the agent's function. Beside
-        `known_agents`, a new agent begins only where it is not a renamed one, or the author `states_start`.
-        """
-        self.consumer = consumer
-        self._everything = tuple(sorted(everything))
-        self._agent = agent
-        self._stream = stream
-        self._backend = backend
-        self._registry = registry
-        self._recorder = recorder
-        self._retries = retries
-        self._events = events
-        self._on_ack_wait = on_ack_wait
-        self._known_agents = known_agents
-        self._states_start = states_start
-        self._own = metadata.version_of(consumer, function)
+    consumer: ConsumerSpec
+    everything: Filters
+    """The filter of all notifications of the event type."""
+    registry: Versions
+    recorder: ConsumerRecorder
+    retries: ConsumerRecorder
+    on_ack_wait: Callable[[float], None]
+    """Called with the seconds within which the worker has to report what it holds."""
+    function: str = ""
+    """The name of the agent's function."""
+    known_agents: KnownAgents | None = None
+    """Beside these, a new agent begins only where it is not a renamed one, or the author `states_start`."""
+    states_start: bool = False
+
+    def __post_init__(self) -> None:
+        self.everything = tuple(sorted(self.everything))
+        self._own = metadata.version_of(self.consumer, self.function)
         self._wants = subjects.matcher(self._own.filter_subjects)
         self._in_effect = self._own.ack_wait
         """The `ack_wait` that the server has."""
-        self._granted = consumer.max_ack_pending
+        self._granted = self.consumer.max_ack_pending
         """The `max_ack_pending` that the server has given; an account may allow less than what is wanted."""
         self._others: dict[Filters, Callable[[str], object]] = {}
         """The other filters, and what of a subject they want."""
@@ -141,7 +122,7 @@ class SharedFilter:
     @property
     def wants_everything(self) -> bool:
         """Whether this version wants all notifications of the event type."""
-        return self._own.filter_subjects == self._everything
+        return self._own.filter_subjects == self.everything
 
     async def ensure(self) -> ConsumerInfo:
         """Create the consumer, or bring it in line so that it lets through what this version wants.
@@ -150,20 +131,22 @@ class SharedFilter:
         `UnavailableError` where that cannot be known, `RefusedError` where the agent may be a renamed one, and as
         `Backend.ensure_consumer` does.
         """
-        found = await self._recorder.found()
-        if found is None and self._known_agents and not self._states_start and not await self._recorder.is_known():
-            await self._known_agents.require_new(self._agent, self._stream, self._own.filter_subjects)
+        found = await self.recorder.found()
+        if found is None and self.known_agents and not self.states_start and not await self.recorder.is_known():
+            await self.known_agents.require_new(self.recorder.agent, self.recorder.stream, self._own.filter_subjects)
         known = await self._register(found)
         if known is not None and len(known[1]) > 1:
-            found = await self._recorder.found()  # another version may have narrowed it before this one was registered
+            found = await self.recorder.found()  # another version may have narrowed it before this one was registered
         if known is None:
             registered = versions.including((), self._own)
-            info = await self._recorder.ensure(self._shared(registered), found)
+            info = await self.recorder.ensure(self._shared(registered), found)
         else:
             info, registered = await self._ensure_beside(found, *known)
         await self._record(info, registered)
-        if self._known_agents:
-            for stream in await self._known_agents.note(self._agent, self._stream, self._own.filter_subjects):
+        if self.known_agents:
+            for stream in await self.known_agents.note(
+                self.recorder.agent, self.recorder.stream, self._own.filter_subjects
+            ):
                 await self._report_moved(stream)
         self._granted = info.config.max_ack_pending
         self._limited = anyio.Event()
@@ -180,10 +163,10 @@ class SharedFilter:
         """
         longest = self._own.ack_wait
         with suppress(BackendError):
-            longest = max([longest, *(each.version.ack_wait for each in await self._registry.read())])
+            longest = max([longest, *(each.version.ack_wait for each in await self.registry.read())])
         wanted = specs.with_ack_wait(consumer, longest)
-        info = await self._retries.ensure(wanted, await self._retries.found())
-        await self._retries.record(info)
+        info = await self.retries.ensure(wanted, await self.retries.found())
+        await self.retries.record(info)
         return info
 
     def leaves(self, delivery: Delivery) -> bool:
@@ -208,15 +191,15 @@ class SharedFilter:
 
     async def record_last(self) -> None:
         """Record how far the consumer has come when the worker stops, where the server answers soon."""
-        with clocks.move_on_after(self._backend.clock, LAST_RECORD_SECONDS), suppress(BackendError):
-            found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
-            await self._record(found, await self._registry.read())
-            await self._retries.refresh()
+        with clocks.move_on_after(self.recorder.backend.clock, LAST_RECORD_SECONDS), suppress(BackendError):
+            found = await self.recorder.backend.consumer_info(self.recorder.stream, self.consumer.durable_name)
+            await self._record(found, await self.registry.read())
+            await self.retries.refresh()
 
     async def _record(self, found: ConsumerInfo, registered: Sequence[Registered]) -> None:
         """Record how far the consumer has come, unless it may have hidden something since it was recorded before."""
         if not self._hides(found, registered) and not any(each.narrowing for each in registered):
-            await self._recorder.record(found)
+            await self.recorder.record(found)
 
     async def _ensure_beside(
         self, found: ConsumerInfo | None, before: tuple[Registered, ...], registered: tuple[Registered, ...]
@@ -227,7 +210,7 @@ class SharedFilter:
             found = None if removed else found
             wanted, announced = await self._announced(self._shared(registered), found)
             changes = found is None or not identities.is_as_wanted(wanted, found)
-            info = await self._recorder.ensure(wanted, found)
+            info = await self.recorder.ensure(wanted, found)
             if not changes:
                 break
             removed, registered = await self._updated(info, announced=announced)
@@ -241,7 +224,7 @@ class SharedFilter:
         narrower, or 0. Where another version is registered by now, or another worker of this one narrows it, the filter
         stays as it is.
         """
-        filters = found and (tuple(sorted(found.config.filters)) or self._everything)
+        filters = found and (tuple(sorted(found.config.filters)) or self.everything)
         if not filters or subjects.within(filters, wanted.filter_subjects):
             return wanted, 0
         number = 1 + secrets.randbelow(versions.MAX_HEARD)
@@ -251,7 +234,7 @@ class SharedFilter:
             may = len(known) == 1 and not known[0].narrowing
             return (structs.replace(known[0], narrowing=number),) if may else known
 
-        _, registered = await self._registry.change(announce)
+        _, registered = await self.registry.change(announce)
         if any(each.narrowing == number for each in registered):
             return wanted, number
         return structs.replace(wanted, filter_subjects=filters), 0
@@ -260,17 +243,17 @@ class SharedFilter:
         """Return whether the consumer was removed because this worker's update has hidden something, and the versions
         that are registered after it.
         """
-        registered = versions.including(await self._registry.read(), self._own)
+        registered = versions.including(await self.registry.read(), self._own)
         removed = await self._removed(found, registered, own_update=True)
         if announced:
-            _, registered = await self._registry.change(lambda known: versions.without_narrowing(known, {announced}))
+            _, registered = await self.registry.change(lambda known: versions.without_narrowing(known, {announced}))
         return removed, registered
 
     async def _report_moved(self, before: str) -> None:
         """State what the agent has left in another stream that it has read before."""
         with suppress(BackendError):  # the consumer there was removed
-            left = await self._backend.consumer_info(before, self.consumer.durable_name)
-            self._emit(AgentMoved, before=before, left=left.num_pending + left.num_ack_pending)
+            left = await self.recorder.backend.consumer_info(before, self.consumer.durable_name)
+            self.recorder.emit(AgentMoved, before=before, left=left.num_pending + left.num_ack_pending)
 
     async def _register(
         self, found: ConsumerInfo | None
@@ -289,14 +272,14 @@ class SharedFilter:
             return versions.with_heartbeat(known, self._own)
 
         try:
-            return await self._registry.change(register)
+            return await self.registry.change(register)
         except BackendError as error:
             if found is not None and tuple(sorted(found.config.filters)) != self._own.filter_subjects:
                 raise UnavailableError(
-                    f"the version of agent {self._agent} cannot be registered in bucket {BUCKET}, and without that its "
-                    f"consumer {self.consumer.durable_name} could hide notifications from it: {error}"
+                    f"the version of agent {self.recorder.agent} cannot be registered in bucket {BUCKET}, and "
+                    f"without that its consumer {self.consumer.durable_name} could hide notifications from it: {error}"
                 ) from error
-            self._events.emit(ConsumerNotRecorded(agent=self._agent, bucket=BUCKET, error=error))
+            self.recorder.events.emit(ConsumerNotRecorded(agent=self.recorder.agent, bucket=BUCKET, error=error))
             return None
 
     async def _note_reading(self, registered: Sequence[Registered]) -> None:
@@ -311,10 +294,10 @@ class SharedFilter:
             )
 
         with suppress(BackendError):  # the next check does it
-            await self._registry.change(note)
+            await self.registry.change(note)
 
     def _shared(self, registered: Iterable[Registered]) -> ConsumerSpec:
-        return metadata.shared(self.consumer, (each.version for each in registered), everything=self._everything)
+        return metadata.shared(self.consumer, (each.version for each in registered), everything=self.everything)
 
     def _hides(self, consumer: ConsumerInfo, registered: Sequence[Registered]) -> bool:
         """Return whether the consumer's filter hides something that one of these versions wants.
@@ -322,7 +305,7 @@ class SharedFilter:
         A consumer that lets through everything of the event type hides nothing, whatever its versions have noted.
         """
         filters = consumer.config.filters
-        if subjects.within(self._everything, filters):
+        if subjects.within(self.everything, filters):
             return False
         return not all(subjects.within(each.version.filter_subjects, filters) for each in registered)
 
@@ -337,7 +320,7 @@ class SharedFilter:
         """
         if not self._hides(found, registered):
             return False
-        now = found if own_update else await self._recorder.found()
+        now = found if own_update else await self.recorder.found()
         if now is None or not self._hides(now, registered):
             return False
         await self._remove(now, registered)
@@ -348,15 +331,15 @@ class SharedFilter:
         recorded.
         """
         wanted = self._shared(registered).filter_subjects
-        self._emit(FilterHides, found=tuple(found.config.filters), wanted=wanted)
-        await self._recorder.remove()
+        self.recorder.emit(FilterHides, found=tuple(found.config.filters), wanted=wanted)
+        await self.recorder.remove()
 
     async def _removed_limited(self, found: ConsumerInfo) -> bool:
         """Remove the consumer where somebody has given it a `max_deliver`, and return whether it has one: a paused one
         stays until it is resumed.
         """
         try:
-            removed = await self._recorder.remove_limited(found)
+            removed = await self.recorder.remove_limited(found)
         except BackendError:
             self._limited.set()
             raise
@@ -364,19 +347,19 @@ class SharedFilter:
 
     async def _keep_checking(self) -> None:
         while True:
-            with clocks.move_on_after(self._backend.clock, CHECK_SECONDS):
+            with clocks.move_on_after(self.recorder.backend.clock, CHECK_SECONDS):
                 await self._check_soon.wait()
-            await self._backend.clock.sleep(CHECK_AGAIN_SECONDS)
+            await self.recorder.backend.clock.sleep(CHECK_AGAIN_SECONDS)
             self._check_soon = anyio.Event()
             with suppress(BackendError):
                 await self._check()
             with suppress(BackendError):
-                await self._retries.refresh()
+                await self.retries.refresh()
 
     async def _check(self) -> None:
-        found = await self._backend.consumer_info(self._stream, self.consumer.durable_name)
+        found = await self.recorder.backend.consumer_info(self.recorder.stream, self.consumer.durable_name)
         self._follow(found)
-        before, registered = await self._registry.change(self._still_there)
+        before, registered = await self.registry.change(self._still_there)
         if await self._removed_limited(found) or await self._removed(found, [each for each in before if each.reads]):
             return
         if await self._end_abandoned(registered, found):
@@ -384,10 +367,10 @@ class SharedFilter:
         wanted, announced = await self._announced(specs.beginning_after(self._shared(registered), found.settled), found)
         edited = _edited(wanted, found)
         if edited or not _is_in_line(wanted, found) or found.config.max_ack_pending < self._granted:
-            found = await self._backend.ensure_consumer(self._stream, wanted)
+            found = await self.recorder.backend.ensure_consumer(self.recorder.stream, wanted)
             self._follow(found)
             if edited:
-                self._emit(ConsumerEdited, differences=edited)
+                self.recorder.emit(ConsumerEdited, differences=edited)
             removed, registered = await self._updated(found, announced=announced)
             if removed:
                 return
@@ -400,18 +383,18 @@ class SharedFilter:
         """End what a worker has announced that said nothing more for `GONE_SECONDS`, and return whether there was any:
         where there are other versions, its update may have hidden something from them, so the consumer is removed.
         """
-        now = self._backend.clock.monotonic()
+        now = self.recorder.backend.clock.monotonic()
         abandoned = {number for number, since in self._narrowings.items() if now - since >= GONE_SECONDS}
         if not abandoned:
             return False
         if len(registered) > 1:
             await self._remove(found, registered)
-        await self._registry.change(lambda known: versions.without_narrowing(known, abandoned))
+        await self.registry.change(lambda known: versions.without_narrowing(known, abandoned))
         return True
 
     def _still_there(self, known: tuple[Registered, ...]) -> tuple[Registered, ...]:
         """Return the versions that live, this one among them, and count up its number where there are several."""
-        now = self._backend.clock.monotonic()
+        now = self.recorder.backend.clock.monotonic()
         if now - self._checked_at > 2 * CHECK_SECONDS + CHECK_AGAIN_SECONDS:
             self._heard.clear()  # without an answer for so long, the others may have been cut off as well
             self._narrowings.clear()
@@ -440,7 +423,7 @@ class SharedFilter:
         """Settle what this version leaves, by the versions that are registered after it came."""
         undecided, self._undecided = self._undecided, []
         try:
-            self._note(await self._registry.read())
+            self._note(await self.registry.read())
         except BackendError:
             for delivery in undecided:
                 acknowledging.leave_to_others(delivery)
@@ -455,14 +438,14 @@ class SharedFilter:
         functions = tuple(sorted({each.version.function for each in registered} - {self._own.function, ""}))
         if self._own.function and functions != self._other_functions:
             self._other_functions = functions
-            self._emit(FunctionsDiffer, own=self._own.function, others=functions)
+            self.recorder.emit(FunctionsDiffer, own=self._own.function, others=functions)
         before = self._others.keys()
         others = {each.version.filter_subjects for each in registered} - {self._own.filter_subjects}
         if others == before:
             return
         self._others = {filters: subjects.matcher(filters) for filters in sorted(others)}
         own, gone = self._own.filter_subjects, tuple(before - others)
-        self._emit(FiltersDiffer, own=own, others=tuple(self._others), gone=gone)
+        self.recorder.emit(FiltersDiffer, own=own, others=tuple(self._others), gone=gone)
 
     def _follow(self, consumer: ConsumerInfo) -> None:
         """Let the worker report what it holds often enough for the `ack_wait` that the server has now."""
@@ -471,13 +454,8 @@ class SharedFilter:
             return
         self._in_effect = ack_wait
         own_seconds, in_effect_seconds = self._own.ack_wait / SECOND, ack_wait / SECOND
-        self._on_ack_wait(min(own_seconds, in_effect_seconds))
-        self._emit(AckWaitDiffers, own_seconds=own_seconds, in_effect_seconds=in_effect_seconds)
-
-    def _emit(self, kind: Callable[..., Event], **fields: object) -> None:
-        """State a fact about the agent's consumer."""
-        of = {"agent": self._agent, "stream": self._stream, "consumer": self.consumer.durable_name}
-        self._events.emit(kind(**of, **fields))
+        self.on_ack_wait(min(own_seconds, in_effect_seconds))
+        self.recorder.emit(AckWaitDiffers, own_seconds=own_seconds, in_effect_seconds=in_effect_seconds)
 
 
 def _edited(wanted: ConsumerSpec, found: ConsumerInfo) -> tuple[str, ...]:

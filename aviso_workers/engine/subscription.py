@@ -257,15 +257,7 @@ async def keep_running(
                 tasks.start_soon(subscription.also, stop)
             async with anyio.create_task_group() as reading:
                 for feed in subscription.feeds:
-                    reader = _FeedReader(
-                        name=subscription.name,
-                        run=run,
-                        feed=feed,
-                        backend=backend,
-                        events=events,
-                        stop=stop,
-                        drained=drained,
-                    )
+                    reader = _FeedReader(subscription, feed, backend=backend, events=events, stop=stop, drained=drained)
                     reading.start_soon(reader.keep_reading)
                 await run.work(stop=stop, drain_timeout_seconds=drain_timeout_seconds)
                 drained.set()
@@ -275,13 +267,11 @@ async def keep_running(
         await subscription.at_end()
 
 
-class _FeedReader(Struct, eq=False, kw_only=True):
+class _FeedReader(Struct, eq=False):
     """Keeps one feed of a subscription open. It ends after `stop`, when all that was delivered is settled, which
     `drained` says."""
 
-    name: str
-    """That of the subscription."""
-    run: SubscriptionRun
+    subscription: Subscription
     feed: Feed
     backend: Backend
     events: Events
@@ -304,20 +294,22 @@ class _FeedReader(Struct, eq=False, kw_only=True):
                 try:
                     await self._read(joining)
                     self.gave_back = True
-                    await _run_until(self.stop, self.run.until_not_stuck)
+                    await _run_until(self.stop, self.subscription.run.until_not_stuck)
                 except BackendError as error:
                     if isinstance(error, NotFoundError):
                         self.feed.provisioner.forget(self.stream)
                     delay = self.restarts.next_wait(self.backend.clock.monotonic())
                     self.events.emit(
-                        AgentDisturbed(agent=self.name, stream=self.stream, error=error, again_in_seconds=delay)
+                        AgentDisturbed(
+                            agent=self.subscription.name, stream=self.stream, error=error, again_in_seconds=delay
+                        )
                     )
                     await clocks.sleep_until(self.backend.clock, delay, self.stop)
             joining.cancel_scope.cancel()
 
     async def _read(self, joining: TaskGroup) -> None:
         """Open the consumer and read it until it is lost, the agent is stuck, or it is to stop."""
-        feed, run, consumer = self.feed, self.run, self.feed.consumer.durable_name
+        feed, run, consumer = self.feed, self.subscription.run, self.feed.consumer.durable_name
         if (made := await self._ensured()) is None:
             return
         info, passed = made
@@ -341,7 +333,9 @@ class _FeedReader(Struct, eq=False, kw_only=True):
             self.stream, consumer, deliver=deliver, capacity=feed.capacity or run.capacity, priority=feed.priority
         ) as opened:
             run.flow.attach(self.stream, opened)
-            self.events.emit(AgentStarted(agent=self.name, stream=self.stream, consumer=consumer, passed=passed))
+            self.events.emit(
+                AgentStarted(agent=self.subscription.name, stream=self.stream, consumer=consumer, passed=passed)
+            )
             self.restarts.note_start(self.backend.clock.monotonic())
             if gathers:
                 joining.start_soon(_release_when_quiet, run.flow, self.backend.clock)
@@ -369,8 +363,8 @@ class _FeedReader(Struct, eq=False, kw_only=True):
         return made
 
     async def _read_on(self, opened: Consumer) -> None:
-        lapsed = self.run.flow.lapsed
-        await _run_until(self.stop, opened.lost, self.run.until_stuck, lapsed.wait, *self.feed.interrupted)
+        lapsed = self.subscription.run.flow.lapsed
+        await _run_until(self.stop, opened.lost, self.subscription.run.until_stuck, lapsed.wait, *self.feed.interrupted)
         await opened.stop()
         if self.stop.is_set():
             await self.drained.wait()

@@ -12,6 +12,8 @@ from contextlib import aclosing, suppress
 from datetime import datetime
 from typing import Literal
 
+from msgspec import Struct
+
 from aviso_workers.aviso import schema
 from aviso_workers.aviso.codec import Message, lacks_body, store_time
 from aviso_workers.backends import Backend, Delivery, Outgoing
@@ -52,8 +54,9 @@ def subscription(
     flow = Flow(backend.clock, workers=CONCURRENCY, least=PREFETCH)
     declared = config.event_type(event_type)
     stream, base = streams.event_stream(event_type, declared, config).name, schema.topic_of(event_type, declared).base
-    delayed = _DelayedDelivery(backend, flow=flow, event_type=event_type, stream=stream, base=base, events=events)
-    consumer = consumer_spec(DURABLE, (delayed_messages.due_subject(stream),), ACK_WAIT_SECONDS, max_ack_pending=-1)
+    waits_in, due = delayed_messages.stream_of(stream), delayed_messages.due_subject(stream)
+    delayed = _DelayedDelivery(backend, flow, event_type, stream=waits_in, due=due, base=base, events=events)
+    consumer = consumer_spec(DURABLE, (due,), ACK_WAIT_SECONDS, max_ack_pending=-1)
     return Subscription(
         name=READER,
         feeds=[Feed(stream=delayed_messages.stream_spec(stream, config), consumer=consumer, provisioner=own_streams)],
@@ -68,25 +71,24 @@ def subscription(
     )
 
 
-class _DelayedDelivery:
+class _DelayedDelivery(Struct, eq=False):
     """Handles what is due: publishes it where it belongs."""
 
-    def __init__(
-        self, backend: Backend, *, flow: Flow, event_type: str, stream: str, base: str, events: Events
-    ) -> None:
-        self._backend = backend
-        self._flow = flow
-        self._event_type = event_type
-        self._base = base
-        self._stream = delayed_messages.stream_of(stream)
-        self._due = delayed_messages.due_subject(stream)
-        self._events = events
+    backend: Backend
+    flow: Flow
+    event_type: str
+    stream: str
+    """That in which it waits."""
+    due: str
+    """The subject of what is due there."""
+    base: str
+    events: Events
 
     async def work(self) -> None:
         """Handle one delivery after the other from the flow; see `subscription.Handler`."""
-        while (delivery := await self._flow.take()) is not None:
+        while (delivery := await self.flow.take()) is not None:
             acknowledging.settle(delivery, await self._settlement(delivery))
-            self._flow.finish(delivery)
+            self.flow.finish(delivery)
 
     async def _settlement(self, delivery: Delivery) -> Settlement:
         try:
@@ -94,9 +96,9 @@ class _DelayedDelivery:
         except UndecodableError as error:
             message = delivery.message
             foreign = answers.is_stored_by_reply(message)
-            self._events.emit(
+            self.events.emit(
                 Unreadable(
-                    stream=self._stream,
+                    stream=self.stream,
                     sequence=message.sequence,
                     error=UndecodableError(answers.why_foreign(message)) if foreign else error,
                     reason="foreign" if foreign else "content",
@@ -109,12 +111,12 @@ class _DelayedDelivery:
         message = delivery.message
         if lacks_body(message):  # somebody has edited the consumer
             try:
-                message = await self._backend.message(self._stream, message.sequence) or message
+                message = await self.backend.message(self.stream, message.sequence) or message
             except BackendError:
                 return Nak(AGAIN.delay_seconds(delivery.num_delivered))
         outgoing = delayed_messages.original(message)
-        if not outgoing.message.subject.startswith(f"{self._base}."):
-            raise UndecodableError(f"{outgoing.message.subject} is not a subject of event type {self._event_type}")
+        if not outgoing.message.subject.startswith(f"{self.base}."):
+            raise UndecodableError(f"{outgoing.message.subject} is not a subject of event type {self.event_type}")
         return await self._deliver(delivery, outgoing)
 
     async def keep_removing(self) -> None:
@@ -122,11 +124,11 @@ class _DelayedDelivery:
         while True:
             with suppress(BackendError):  # the next time; what could not be removed was told of
                 await self._remove_acked()
-            await self._backend.clock.sleep(REMOVE_SECONDS)
+            await self.backend.clock.sleep(REMOVE_SECONDS)
 
     def _give_back(self, delivery: Delivery, outgoing: Outgoing, error: BackendError) -> Settlement:
         delay = AGAIN.delay_seconds(delivery.num_delivered)
-        self._events.emit(
+        self.events.emit(
             Overdue(stream=outgoing.stream, message_id=outgoing.message_id, error=error, again_in_seconds=delay)
         )
         return Nak(delay)
@@ -138,16 +140,16 @@ class _DelayedDelivery:
         except BackendError as error:
             return self._give_back(delivery, outgoing, error)
         try:
-            await self._backend.delete_message(self._stream, delivery.message.sequence, overwrite=False)
+            await self.backend.delete_message(self.stream, delivery.message.sequence, overwrite=False)
         except NotFoundError:
             pass  # it was delivered before
         except BackendError as error:
-            self._events.emit(NotRemoved(stream=self._stream, message_id=outgoing.message_id, error=error))
-        self._events.emit(Published(event_type=self._event_type, outcome=outcome, attempts=delivery.num_delivered))
+            self.events.emit(NotRemoved(stream=self.stream, message_id=outgoing.message_id, error=error))
+        self.events.emit(Published(event_type=self.event_type, outcome=outcome, attempts=delivery.num_delivered))
         return Ack()
 
     async def _publish(self, outgoing: Outgoing) -> Literal["stored", "duplicate"]:
-        ack = await self._backend.publish(
+        ack = await self.backend.publish(
             outgoing.message, message_id=outgoing.message_id, stream=outgoing.stream, timeout_seconds=TIMEOUT_SECONDS
         )
         return "duplicate" if ack.duplicate else "stored"
@@ -159,23 +161,23 @@ class _DelayedDelivery:
         """
         subject, stream = outgoing.message.subject, outgoing.stream
         try:
-            last = (await self._backend.stream_info(stream)).last_sequence
-            reading = self._backend.read(stream, filter_subjects=(subject,), start_time=due - SKEW, last_sequence=last)
+            last = (await self.backend.stream_info(stream)).last_sequence
+            reading = self.backend.read(stream, filter_subjects=(subject,), start_time=due - SKEW, last_sequence=last)
             async with aclosing(reading):
                 return any([(each.headers or {}).get(MESSAGE_ID) == outgoing.message_id async for each in reading])
         except NotFoundError:
             return False
 
     async def _remove_acked(self) -> None:
-        acked = (await self._backend.consumer_info(self._stream, DURABLE)).ack_floor
+        acked = (await self.backend.consumer_info(self.stream, DURABLE)).ack_floor
         if not acked:
             return
-        reading = self._backend.read(self._stream, filter_subjects=(self._due,), last_sequence=acked)
+        reading = self.backend.read(self.stream, filter_subjects=(self.due,), last_sequence=acked)
         async with aclosing(reading):
             left = [message.sequence async for message in reading if _is_ours(message)]
         for sequence in left:
             with suppress(NotFoundError):  # another worker was faster
-                await self._backend.delete_message(self._stream, sequence, overwrite=False)
+                await self.backend.delete_message(self.stream, sequence, overwrite=False)
 
 
 def _is_ours(message: Message) -> bool:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.codec import NotificationReader
@@ -71,34 +71,22 @@ HANDLERS: dict[type, Callable[[HandlerContext], Handler]] = {
 }
 
 
-class AgentSubscriptions:
+class AgentSubscriptions(Struct, eq=False, dict=True):
     """Makes the subscriptions of an app's agents; those of one process share an isolation."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        app: str,
-        config: Config,
-        provisioner: Provisioner,
-        own_streams: Provisioner,
-        publisher: Publisher,
-        dead_letters: DeadLetterStore,
-        last_failures: LastFailures,
-        events: Events,
-        traces: Spans | None = None,
-    ) -> None:
-        self._backend = backend
-        self._traces = traces
-        self._app = app
-        self._config = config
-        self._provisioner = provisioner
-        self._own_streams = own_streams
-        self._publisher = publisher
-        self._dead_letters = dead_letters
-        self._last_failures = last_failures
-        self._events = events
-        self._isolation = Isolation(backend.clock)
+    backend: Backend
+    app: str
+    config: Config
+    provisioner: Provisioner
+    own_streams: Provisioner
+    publisher: Publisher
+    dead_letters: DeadLetterStore
+    last_failures: LastFailures
+    events: Events
+    traces: Spans | None = None
+
+    def __post_init__(self) -> None:
+        self._isolation = Isolation(self.backend.clock)
         self.outages: dict[str, Outage] = {}
         """By name, how the dependencies of agents that are at work are here."""
 
@@ -110,8 +98,8 @@ class AgentSubscriptions:
     ) -> Subscription:
         """Return the agent's subscription. Raises as `parse_where` does."""
         where = schema.parse_where(agent.event_type, event_type, agent.where)
-        stream = streams.event_stream(agent.event_type, event_type, self._config)
-        clock, policy = self._backend.clock, agent.policy
+        stream = streams.event_stream(agent.event_type, event_type, self.config)
+        clock, policy = self.backend.clock, agent.policy
         singleton_calls = SingletonCalls() if policy.singleton else None
         outage, gate = self._outage(agent, where.topic)
         limits, of_limits = self._limits(agent, where.topic)
@@ -132,10 +120,10 @@ class AgentSubscriptions:
             each.attach(flow)
         shield = Shield(clock)
         failures = Failures(
-            self._backend, app=self._app, agent=agent.name, stream=stream.name, shield=shield, events=self._events
+            self.backend, app=self.app, agent=agent.name, stream=stream.name, shield=shield, events=self.events
         )
-        decisions = Decisions(self._backend, app=self._app, agent=agent.name, stream=stream.name, flow=flow)
-        repeats = Repeats(self._backend, stream=stream.name, consumer=agent.durable_name(self._app))
+        decisions = Decisions(self.backend, app=self.app, agent=agent.name, stream=stream.name, flow=flow)
+        repeats = Repeats(self.backend, stream=stream.name, consumer=agent.durable_name(self.app))
         reader = NotificationReader(
             agent.event_type,
             event_type,
@@ -151,47 +139,31 @@ class AgentSubscriptions:
             repeats=repeats,
             failures=failures,
             decisions=decisions,
-            dead_letters=self._dead_letters,
-            last_failures=self._last_failures,
+            dead_letters=self.dead_letters,
+            last_failures=self.last_failures,
             shield=shield,
             outage=outage,
             gate=gate,
             clock=clock,
-            events=self._events,
+            events=self.events,
             on_dead_letter=self._on_dead_letter(agent, event_type, reader, stream.name, outage),
         )
-        timeouts = Timeouts(agent, clock=clock, events=self._events)
+        timeouts = Timeouts(agent, clock=clock, events=self.events)
         guard = of_limits if singleton_calls is None else singleton_calls.call
         context = HandlerContext(
-            agent,
-            flow=flow,
+            settler,
             reader=reader,
-            outputs=Outputs(agent, app=self._app, stream=stream.name, publisher=self._publisher),
-            settler=settler,
+            outputs=Outputs(agent, app=self.app, stream=stream.name, publisher=self.publisher),
             timeouts=timeouts,
-            clock=clock,
-            guard=guard if self._traces is None else self._traces.guard(agent, guard),
+            guard=guard if self.traces is None else self.traces.guard(agent, guard),
         )
-        windows = self._windows(context, stream.name)
+        windows = self._windows(context)
         run = SubscriptionRun(
             handler=windows or HANDLERS[agent.form](context),
             flow=flow,
             clock=clock,
             ack_wait_seconds=_reported_within(agent, policy.ack_wait),
-            redeliveries=Redeliveries(
-                backend=self._backend,
-                agent=agent.name,
-                stream=stream.name,
-                flow=flow,
-                failures=failures,
-                decisions=decisions,
-                settler=settler,
-                isolation=self._isolation,
-                shield=shield,
-                retry=policy.retry,
-                clock=clock,
-                events=self._events,
-            ),
+            redeliveries=Redeliveries(backend=self.backend, settler=settler, isolation=self._isolation),
             timeouts=timeouts,
             outage=outage,
             keeps_reading=policy.singleton,
@@ -218,7 +190,7 @@ class AgentSubscriptions:
         outage = self.outages.get(dependency.name) if agent.policy.depends_on is dependency else None
         if outage is None:
             declared = agent.policy.depends_on is not None
-            outage = Outage(dependency, declared=declared, clock=self._backend.clock, events=self._events)
+            outage = Outage(dependency, declared=declared, clock=self.backend.clock, events=self.events)
             if declared:
                 self.outages[dependency.name] = outage
         if not dependency.by:
@@ -235,11 +207,11 @@ class AgentSubscriptions:
 
         running = agent.running(agent.dead_letter_functions[0])
         readers = reader, NotificationReader(agent.event_type, event_type, payload_type=bytes)
-        outputs = Outputs(running, app=self._app, stream=stream, publisher=self._publisher)
+        outputs = Outputs(running, app=self.app, stream=stream, publisher=self.publisher)
         call = DeadLetterCalls(
-            running, readers, outputs, outage=outage, clock=self._backend.clock, events=self._events
+            running, readers, outputs, outage=outage, clock=self.backend.clock, events=self.events
         ).call
-        return call if self._traces is None else self._traces.dead_letters(agent, call)
+        return call if self.traces is None else self.traces.dead_letters(agent, call)
 
     def _limits(self, agent: Agent[Any, Any], topic: Topic) -> tuple[list[KeyLimit], Guard | None]:
         """Return the agent's limits, in the order in which they are asked, and what makes its calls."""
@@ -247,10 +219,10 @@ class AgentSubscriptions:
             return [], None
         from aviso_workers.features.limits.places import guard_of, limits_of
 
-        limits = limits_of(agent, app=self._app, topic=topic, backend=self._backend, events=self._events)
+        limits = limits_of(agent, app=self.app, topic=topic, backend=self.backend, events=self.events)
         return limits, guard_of(limits)
 
-    def _windows(self, context: HandlerContext, stream: str) -> WindowHandler | None:
+    def _windows(self, context: HandlerContext) -> WindowHandler | None:
         """Return what closes the windows of an agent that has some."""
         if context.agent.policy.window is None:
             return None
@@ -259,12 +231,9 @@ class AgentSubscriptions:
         return WindowHandler(
             context,
             context.agent.policy.window,
-            backend=self._backend,
-            app=self._app,
-            stream=stream,
-            events=self._events,
-            patience_seconds=self._config.notification_backend.jetstream.publish_deadline_seconds,
-            drain_timeout_seconds=self._config.workers.drain_timeout_seconds,
+            backend=self.backend,
+            app=self.app,
+            config=self.config,
         )
 
     def _shared_filter(
@@ -278,19 +247,15 @@ class AgentSubscriptions:
     ) -> SharedFilter:
         policy = agent.policy
         consumer = consumer_spec(
-            agent.durable_name(self._app), topics.filter_subjects(where), policy.ack_wait, start=policy.start
+            agent.durable_name(self.app), topics.filter_subjects(where), policy.ack_wait, start=policy.start
         )
         everything = topics.filter_subjects(schema.parse_where(agent.event_type, event_type, {}))
         return SharedFilter(
-            _served(consumer, singleton=policy.singleton, priority=self._config.workers.priority),
+            _served(consumer, singleton=policy.singleton, priority=self.config.workers.priority),
             everything=everything,
-            agent=agent.name,
-            stream=stream.name,
-            backend=self._backend,
-            registry=Versions(self._backend, app=self._app, agent=agent.name, stream=stream.name),
-            recorder=self._recorder(agent, stream.name, self._provisioner),
-            retries=self._recorder(agent, own_streams.of_app(RETRIES, self._app), self._own_streams),
-            events=self._events,
+            registry=Versions(self.backend, app=self.app, agent=agent.name, stream=stream.name),
+            recorder=self._recorder(agent, stream.name, self.provisioner),
+            retries=self._recorder(agent, own_streams.of_app(RETRIES, self.app), self.own_streams),
             on_ack_wait=lambda seconds: run.report_within(_reported_within(agent, seconds)),
             function=_name_of(agent.function),
             known_agents=known_agents,
@@ -309,13 +274,13 @@ class AgentSubscriptions:
     ) -> Sequence[Feed]:
         """Return the stream of the event type, and what is tried again of the agent's dead letters."""
         policy = agent.policy
-        consumer = consumer_spec(shared.consumer.durable_name, (retry_subject(self._app, agent.name),), policy.ack_wait)
+        consumer = consumer_spec(shared.consumer.durable_name, (retry_subject(self.app, agent.name),), policy.ack_wait)
         retries_consumer = _served(consumer, singleton=policy.singleton)
         leaves = None if shared.wants_everything else shared.leaves
 
         async def require_order() -> None:
             topic = schema.topic_of(agent.event_type, event_type)
-            await key_orders.require_same(self._backend, stream.name, agent.event_type, tuple(topic.key_order))
+            await key_orders.require_same(self.backend, stream.name, agent.event_type, tuple(topic.key_order))
 
         async def ensure_retries() -> ConsumerInfo:
             with suppress(NotFoundError):  # there is no stream yet
@@ -336,17 +301,17 @@ class AgentSubscriptions:
                 interrupted=(shared.until_limited, *([windows.until_refused] if windows is not None else [])),
                 leaves=leaves,
                 repeats=repeats,
-                provisioner=self._provisioner,
+                provisioner=self.provisioner,
                 in_order=run.flow.ordered,
                 # Who is busy, or waits for something to come, goes on asking, or would not stay pinned.
                 capacity=(lambda: 1) if policy.singleton else None,
-                priority=self._config.workers.priority,
+                priority=self.config.workers.priority,
             ),
             Feed(
-                stream=dead_letter_records.retries_spec(self._app, self._config),
+                stream=dead_letter_records.retries_spec(self.app, self.config),
                 consumer=retries_consumer,
                 ensure=ensure_retries,
-                provisioner=self._own_streams,
+                provisioner=self.own_streams,
                 unwrap=Requeued,
                 refuses=self._refuses,
                 leaves=leaves,
@@ -360,20 +325,20 @@ class AgentSubscriptions:
         if why := answers.why_foreign(message):
             acknowledging.settle(delivery, Term("no retry of a dead letter"))
             error = UndecodableError(why)
-            stream = own_streams.of_app(RETRIES, self._app)
-            self._events.emit(Unreadable(stream=stream, sequence=message.sequence, error=error, reason="foreign"))
+            stream = own_streams.of_app(RETRIES, self.app)
+            self.events.emit(Unreadable(stream=stream, sequence=message.sequence, error=error, reason="foreign"))
         return bool(why)
 
     def _recorder(self, agent: Agent[Any, Any], stream: str, provisioner: Provisioner) -> ConsumerRecorder:
         return ConsumerRecorder(
-            self._backend,
+            self.backend,
             provisioner,
-            app=self._app,
+            app=self.app,
             agent=agent.name,
             stream=stream,
             longest_seconds=consumer_recorder.longest_seconds(agent.policy),
             attempt_seconds=consumer_recorder.attempt_seconds(agent.policy),
-            events=self._events,
+            events=self.events,
         )
 
 

@@ -22,12 +22,12 @@ import anyio
 from msgspec import structs
 
 from aviso_workers import clocks
-from aviso_workers.aviso import payloads, schema
+from aviso_workers.aviso import payloads, schema, topics
+from aviso_workers.aviso.codec import NotificationReader
 from aviso_workers.aviso.literals import Filter
 from aviso_workers.aviso.notifications import Notification, Notify
 from aviso_workers.backends import Admin, Backend, ConsumerInfo, Opening, open_backend
 from aviso_workers.backends.provisioning import Provisioner
-from aviso_workers.clocks import Clock
 from aviso_workers.config import Config, streams
 from aviso_workers.declare import dependencies, resources
 from aviso_workers.declare.agents import Agent, Task
@@ -176,11 +176,10 @@ class Session:
         return Replayer(
             self.backend,
             name=event_type,
-            event_type=declared,
-            where=parsed,
             stream=spec.name,
+            filters=topics.filter_subjects(parsed),
+            reader=NotificationReader(event_type, declared, where=parsed, decode=decode),
             events=self._events,
-            decode=decode,
         )
 
     async def request(
@@ -345,11 +344,23 @@ class Session:
         )
 
     async def _raise_replicas(self, app: Any) -> None:
+        """Add replicas to those streams that exist and have fewer, however long servers do not answer.
+
+        A worker brings in line what it reads when it opens it (`provisioning`). This is for what it only writes, or
+        opens when that is first needed, which may be never: dead letters, counters and all buckets. What does not exist
+        yet is created with its replicas when it is needed. Replicas are only added: another worker's configuration may
+        ask for more.
+        """
         buckets = own_buckets.of_app(
             self._app, agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables
         )
-        wanted = _configured_replicas(self._app, self._config, buckets)
-        await _raise_replicas(wanted, provisioner=self.own_streams, clock=self.backend.clock)
+        for stream, replicas in _configured_replicas(self._app, self._config, buckets).items():
+            while True:
+                try:
+                    await self.own_streams.raise_replicas(stream, replicas)
+                    break
+                except UnavailableError:
+                    await self.backend.clock.sleep(AGAIN_SECONDS)
 
     async def _record_declared(self, app: Any) -> None:
         schema = self._config.notification_schema
@@ -551,20 +562,3 @@ def _configured_replicas(app: str, config: Config, buckets: OwnBuckets) -> dict[
     wanted = {own_streams.of_app(kind, app): of_streams for kind in (DEAD_LETTERS, COUNTERS)}
     wanted |= {f"KV_{bucket}": of_all for bucket in (*buckets.by_key, *buckets.listed, *buckets.written)}
     return {stream: replicas for stream, replicas in wanted.items() if replicas}
-
-
-async def _raise_replicas(wanted: Mapping[str, int], *, provisioner: Provisioner, clock: Clock) -> None:
-    """Add replicas to those streams that exist and have fewer, however long servers do not answer.
-
-    A worker brings in line what it reads when it opens it (`provisioning`). This is for what it only writes, or opens
-    when that is first needed, which may be never: dead letters, counters and all buckets. What does not exist yet is
-    created with its replicas when it is needed. Replicas are only added: another worker's configuration may ask for
-    more.
-    """
-    for stream, replicas in wanted.items():
-        while True:
-            try:
-                await provisioner.raise_replicas(stream, replicas)
-                break
-            except UnavailableError:
-                await clock.sleep(AGAIN_SECONDS)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from aviso_workers import clocks
 from aviso_workers.aviso.literals import printable
@@ -54,29 +54,23 @@ AWAY, SHUT, PINNED = "away", "shut", "pinned"
 STATM = Path("/proc/self/statm")
 
 
-class WorkerRecorder:
+class WorkerRecorder(Struct, eq=False, dict=True):
     """Records one worker of an app. `agents` are given with their streams; `runs` are those that have begun."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        app: str,
-        *,
-        agents: Mapping[str, tuple[Agent[Any, Any], str]],
-        runs: Mapping[str, SubscriptionRun],
-        hindrances: Hindrances,
-        timers: tuple[str, ...] = (),
-        code: str = "",
-    ) -> None:
-        self._backend = backend
-        self._clock = backend.clock
-        self._agents = agents
-        self._runs = runs
-        self._hindrances = hindrances
+    backend: Backend
+    app: str
+    agents: Mapping[str, tuple[Agent[Any, Any], str]]
+    runs: Mapping[str, SubscriptionRun]
+    hindrances: Hindrances
+    timers: tuple[str, ...] = ()
+    code: str = ""
+
+    def __post_init__(self) -> None:
+        self._clock = self.backend.clock
         self._since: dict[Hashable, float] = {}
         """When something was seen first that is so."""
         self._bucket = RetryingKeyValue(
-            backend, bucket_of(app), ttl_seconds=TTL_SECONDS, patience_seconds=LOOK_SECONDS, own=True
+            self.backend, bucket_of(self.app), ttl_seconds=TTL_SECONDS, patience_seconds=LOOK_SECONDS, own=True
         )
         self._key = encode_key(f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
         self._begun = self._clock.monotonic()
@@ -88,8 +82,8 @@ class WorkerRecorder:
             started=clocks.utc_now(self._clock),
             age_seconds=0.0,
             agents={},
-            timers=timers,
-            code=code,
+            timers=self.timers,
+            code=self.code,
         )
 
     async def keep_recorded(self) -> None:
@@ -109,7 +103,7 @@ class WorkerRecorder:
                     if again or self._changing() != told:
                         break
         finally:
-            if stored and self._backend.connection.ready:
+            if stored and self.backend.connection.ready:
                 with clocks.move_on_after(self._clock, END_SECONDS) as end, suppress(BackendError):
                     end.shield = True
                     age = self._clock.monotonic() - self._begun
@@ -119,8 +113,8 @@ class WorkerRecorder:
     def _changing(self) -> set[Hashable]:
         """Return what is so of which operators are to hear at once, and note since when."""
         found: set[Hashable] = {(each.agent, each.text) for each in self._told}
-        for name, (agent, stream) in self._agents.items():
-            if (run := self._runs.get(name)) is None or run.outage is None:
+        for name, (agent, stream) in self.agents.items():
+            if (run := self.runs.get(name)) is None or run.outage is None:
                 continue
             if run.outage.is_away or run.outage.pace.is_shut:
                 found.add((name, AWAY if run.outage.is_away else SHUT))
@@ -144,21 +138,21 @@ class WorkerRecorder:
             self._record,
             age_seconds=now - self._begun,
             rss=resident_bytes(),
-            agents={name: self._at_work(agent, stream) for name, (agent, stream) in self._agents.items()},
+            agents={name: self._at_work(agent, stream) for name, (agent, stream) in self.agents.items()},
             hindrances=tuple(hindered),
         )
 
     @property
     def _told(self) -> list[Hindrance]:
         """What keeps it from being ready. That it has not begun, or has no connection, it cannot record."""
-        found = self._hindrances.found
+        found = self.hindrances.found
         return [each for each in found if not each.is_ready and each.of not in (CONNECTION, START)][:MOST_HINDRANCES]
 
     def _at_work(self, agent: Agent[Any, Any], stream: str) -> AtWork:
         """Return what is handled of an agent."""
         singleton = agent.policy.singleton
         known = AtWork(stream=stream, in_flight=0, at_once=at_once(agent), pinned=False if singleton else None)
-        if (run := self._runs.get(agent.name)) is None or run.outage is None:
+        if (run := self.runs.get(agent.name)) is None or run.outage is None:
             return known
         oldest, waits_for = run.flow.dispatch.oldest() or (None, "")
         shut_at = self._since.get((agent.name, SHUT))

@@ -167,14 +167,9 @@ class LineageReporter:
     def _tell(self, name: str, state: RunState, error: str = "") -> None:
         """Tell that the run of the worker or of an agent has come to a state."""
         agent = self._agents.get(name)
-        if agent is None:
-            job, inputs, written = self._job(None, "WORKER"), self._inputs(self._acked), self._outputs(self._stored)
-        else:
-            job, inputs, written = (
-                self._job(agent, "AGENT"),
-                self._inputs({name: self._acked[name]}),
-                self._written[name],
-            )
+        job = self._job(agent, "WORKER" if agent is None else "AGENT")
+        inputs = self._inputs(self._acked if agent is None else {name: self._acked[name]})
+        written = self._outputs(self._stored) if agent is None else self._written[name]
         run = Run(self._runs[name], self._run_facets(of=None if agent is None else WORKER, error=error))
         self._put(_event(self._time(), state, run, job, inputs, written))
 

@@ -12,7 +12,8 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import add
+from functools import partial
+from operator import add, attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from msgspec import Struct, structs
@@ -145,25 +146,19 @@ class Missed(Struct, frozen=True, kw_only=True):
 
 
 class _Agent:
-    """The numbers of one agent."""
+    """The numbers of one agent, which `run` returns while it is at work."""
 
     def __init__(self, run: Callable[[], SubscriptionRun | None]) -> None:
-        self.run = run
-        self.pending = self.ack_pending = self.missed = math.nan
-        self.outcomes = _Counts(OUTCOMES)
-        self.retries = _Counts(RETRY_REASONS)
-        self.dead_letters = _Counts(DEAD_LETTER_REASONS)
-        self.pull_errors = _Counts()
-        self.dead_letters_refused = False
-        self.outage = False
-        self.not_read_again = False
-        self.threads_stuck = 0
-        self.redelivered = 0
-        self.recreations = 0
-        self.settled_at = 0.0
-        self.handler = _Seconds()
-        self.stored_to_settled = _Seconds()
-        self.waited = _Seconds()
+        def of_run(read: Callable[[SubscriptionRun], float]) -> Callable[[], float]:
+            return lambda: 0 if (found := run()) is None else read(found)
+
+        live = {name: of_run(read) for name, read in OF_RUN.items()}
+        unknown = dict.fromkeys(("pending", "ack_pending", "missed"), math.nan)
+        self.numbers = _numbers(METRICS["app", "agent", "base"], **live, **unknown)
+        self._outcomes = self.numbers["notifications"]
+        self._waited = self.numbers["lane_wait_seconds"]
+        self._handler = self.numbers["handler_seconds"]
+        self._stored_to_settled = self.numbers["stored_to_settled_seconds"]
         self._passed: Passed | None = None
 
     def started(self, passed: Passed) -> None:
@@ -173,7 +168,8 @@ class _Agent:
             self._passed = passed
         elif passed.sequence <= before.sequence:  # else the next look counts what is between
             self._passed = structs.replace(before, consumer=passed.consumer)
-        self.missed = 0 if math.isnan(self.missed) else self.missed
+        if math.isnan(self.numbers["missed"]):
+            self.numbers["missed"] = 0
 
     def came_to(self, passed: Passed) -> Missed | None:
         """Count the sequences that the consumer has passed without a delivery: each but once, and those beyond doubt.
@@ -192,311 +188,202 @@ class _Agent:
         count = passed.sequence - before.sequence - deliveries
         if not now.goes_on(before.consumer) or deliveries < 0 or count <= 0:
             return None
-        self.missed += count
+        self.numbers["missed"] += count
         return Missed(count=count, first=before.sequence + 1, last=passed.sequence)
 
     def settled(self, event: Acked | Failed) -> None:
+        numbers = self.numbers
         if isinstance(event, Acked):
-            self.outcomes["acked"] += len(event.seconds)
-            self.redelivered += event.redelivered
+            self._outcomes["acked"] += len(event.seconds)
+            numbers["redelivered"] += event.redelivered
             self._took(event.waited_seconds, event.seconds, event.stored_to_settled_seconds)
             return
-        self.outcomes[event.outcome] += 1
-        self.redelivered += event.num_delivered > 1
+        self._outcomes[event.outcome] += 1
+        numbers["redelivered"] += event.num_delivered > 1
         self._took([event.waited_seconds], [event.seconds], [event.stored_to_settled_seconds])
         if event.outcome == "retried":
-            self.retries.add(event.reason)
+            numbers["retries"].add(event.reason)
         elif event.outcome == "dead_lettered":
-            self.dead_letters.add(event.reason)
+            numbers["dead_letters"].add(event.reason)
 
     def _took(self, waited: Sequence[float], handling: Sequence[float], stored_to_settled: Sequence[float]) -> None:
-        self.settled_at = time.time()
-        self.waited.add(waited)
-        self.handler.add(handling)
+        self.numbers["last_progress_timestamp_seconds"] = time.time()
+        self._waited.add(waited)
+        self._handler.add(handling)
         if min(stored_to_settled) < 0:  # two machines, two clocks
             stored_to_settled = [max(0.0, seconds) for seconds in stored_to_settled]
-        self.stored_to_settled.add(stored_to_settled)
-
-    def of_run(self, read: Callable[[SubscriptionRun], float]) -> float:
-        """Something of what the agent holds; 0 while it does not run."""
-        run = self.run()
-        return 0 if run is None else read(run)
-
-
-class _Published:
-    """The numbers of what is published to one base."""
-
-    def __init__(self) -> None:
-        self.outcomes = _Counts(PUBLISH_OUTCOMES)
-        self.retries = 0
-
-
-class _Timer:
-    """The numbers of one timer."""
-
-    def __init__(self) -> None:
-        self.outcomes = _Counts(RUN_OUTCOMES)
-        self.last_tick = 0.0
+        self._stored_to_settled.add(stored_to_settled)
 
 
 class Metric(Struct, frozen=True):
-    """A metric, and how its value is read from the numbers."""
+    """A metric: its kind, and its help."""
 
     kind: Kind
-    name: str
-    """What follows `aviso_worker_`, without the `_total` of a counter."""
     help: str
-    read: Callable[[Any], float | _Counts | _Seconds]
-    by: tuple[str, ...] = ()
-    """The label that the words of a `_Counts` are."""
+    by: str = ""
+    """The label that the words of a `_Counts` are; empty for a single number."""
+    known: tuple[str, ...] = ()
+    """The words that are counted from the start."""
 
-    @property
-    def full_name(self) -> str:
-        return f"aviso_worker_{self.name}{'_total' if self.kind == COUNTER else ''}"
+    def begin(self) -> float | _Counts | _Seconds:
+        """Return its value before anything has happened."""
+        if self.kind == HISTOGRAM:
+            return _Seconds()
+        return _Counts(self.known) if self.by else 0
 
 
-PROCESS_METRICS = (
-    Metric(
-        GAUGE,
-        "ready",
-        "1 while the worker is ready, as /readyz says: it is connected, and no agent and no timer is kept from its "
-        "work; else 0.",
-        lambda own: own.ready(),
-    ),
-    Metric(
-        GAUGE,
-        "start_timestamp_seconds",
-        "Start time of the process, in seconds since 1970.",
-        lambda own: own.started_at,
-    ),
-    Metric(GAUGE, "connected", "1 while the worker is connected to its backend, else 0.", lambda own: own.connected),
-    Metric(
-        GAUGE,
-        "connection_slow",
-        "1 if the worker reads and publishes more slowly, because aviso-workers was not tested with this version of "
-        "nats-py; else 0.",
-        lambda own: own.slow,
-    ),
-    Metric(
-        GAUGE,
-        "leader_hindered",
-        "1 while this worker cannot use the bucket of leases or the bucket of claims, so it runs no timer with "
-        "leader=True and closes no window; else 0.",
-        lambda own: bool(own.hindered),
-    ),
-    Metric(
-        COUNTER,
-        "unreadable",
-        "Unreadable messages in the streams of aviso-workers, which a worker skips, by stream.",
-        lambda own: own.unreadable,
-        ("stream",),
-    ),
-    Metric(COUNTER, "lineage_events", "Run events of lineage, by outcome.", lambda own: own.lineage, ("outcome",)),
-    Metric(
-        COUNTER,
-        "foreign_answers",
-        "Answers that came for a request to which they do not belong, and were ignored.",
-        lambda own: own.foreign_answers,
-    ),
-    Metric(
-        COUNTER,
-        "foreign",
-        "Those of the unreadable messages that aviso-workers has not published, such as a server's acknowledgement "
-        "that a publisher has had stored there.",
-        lambda own: own.foreign,  # not by stream: a series that is born at 1 has no increase
-    ),
-    Metric(
-        COUNTER, "reconnects", "Connections to the backend after the first.", lambda own: max(0, own.connections - 1)
-    ),
-    Metric(
-        GAUGE,
-        "loop_lag_seconds",
-        "Seconds by which the event loop was late at its last turn, or is late now if that is longer.",
-        lambda own: own.loop_lag_seconds(),
-    ),
-)
-PER_BASE = (
-    Metric(COUNTER, "published", "Notifications published, by outcome.", lambda b: b.outcomes, ("outcome",)),
-    Metric(
-        COUNTER, "publish_retries", "Attempts to publish a notification after the first attempt.", lambda b: b.retries
-    ),
-)
-PER_AGENT = (
-    Metric(
-        GAUGE,
-        "pending",
-        "Notifications not delivered yet, for all workers of the agent together; no series until the number is known.",
-        lambda a: a.pending,
-    ),
-    Metric(
-        GAUGE,
-        "ack_pending",
-        "Notifications delivered and not settled yet, for all workers of the agent together; no series until the "
-        "number is known.",
-        lambda a: a.ack_pending,
-    ),
-    Metric(
-        GAUGE,
-        "oldest_unfinished_age_seconds",
-        "Age of the oldest notification that this worker has received and not finished; 0 if there is none.",
-        lambda a: a.of_run(lambda run: run.flow.oldest_age_seconds),
-    ),
-    Metric(
-        GAUGE,
-        "in_flight",
-        "Notifications that this worker is handling.",
-        lambda a: a.of_run(lambda run: run.flow.running),
-    ),
-    Metric(
-        GAUGE,
-        "waiting",
-        "Notifications that this worker has received and is not handling yet.",
-        lambda a: a.of_run(lambda run: run.flow.waiting),
-    ),
-    Metric(
-        COUNTER, "notifications", "Deliveries settled by this worker, by outcome.", lambda a: a.outcomes, ("outcome",)
-    ),
-    Metric(COUNTER, "retries", "Failed deliveries that are retried, by reason.", lambda a: a.retries, ("reason",)),
-    Metric(
-        COUNTER,
-        "dead_letters",
-        "Notifications that became dead letters, by reason.",
-        lambda a: a.dead_letters,
-        ("reason",),
-    ),
-    Metric(
-        GAUGE,
-        "dead_letters_refused",
-        "1 while dead letters of this agent cannot be stored, so their notifications stay in the stream and are "
-        "redelivered; else 0.",
-        lambda a: a.dead_letters_refused,
-    ),
-    Metric(
-        GAUGE,
-        "outage",
-        "1 while what this agent depends on is away, so that it tries one call a second and uses no attempts; else 0.",
-        lambda a: a.outage,
-    ),
-    Metric(
-        GAUGE,
-        "not_read_again",
-        "1 while waiting notifications of this agent cannot be read from their stream, so later notifications of the "
-        "same ordering keys wait too; else 0.",
-        lambda a: a.not_read_again,
-    ),
-    Metric(
-        GAUGE,
-        "threads_overdue",
-        "Calls of this agent that still run after their timeout: of a plain function, or of an async one that cannot "
-        "be cancelled.",
-        lambda a: a.of_run(lambda run: run.overdue),
-    ),
-    Metric(
-        GAUGE,
-        "threads_stuck",
-        "Calls of this agent that still run after their timeout, if no other call can be made and the agent so handles "
-        "nothing; else 0.",
-        lambda a: a.threads_stuck,
-    ),
-    Metric(
-        COUNTER,
-        "redelivered",
-        "Settled deliveries that were not the first delivery of their notification.",
-        lambda a: a.redelivered,
-    ),
-    Metric(
-        COUNTER,
-        "missed",
-        "Notifications that left the stream before the agent received them, for all workers together; no series if "
-        "the server filters for the agent.",
-        lambda a: a.missed,
-    ),
-    Metric(
-        COUNTER,
-        "pull_errors",
-        "Interruptions of reading the agent's stream, by JetStream's error code, or by exception if there is no code.",
-        lambda a: a.pull_errors,
-        ("code",),
-    ),
-    Metric(
-        COUNTER,
-        "consumer_recreations",
-        "How often the agent's consumer was recreated, because it or its stream was missing, or because its filter was "
-        "edited and hid notifications.",
-        lambda a: a.recreations,
-    ),
-    Metric(
-        GAUGE,
-        "last_progress_timestamp_seconds",
-        "Time when this worker last settled a delivery, in seconds since 1970; 0 before the first.",
-        lambda a: a.settled_at,
-    ),
-    Metric(
-        HISTOGRAM,
-        "lane_wait_seconds",
-        "Time that a delivery waited in the worker for earlier notifications of its ordering key and for a free slot.",
-        lambda a: a.waited,
-    ),
-    Metric(
-        HISTOGRAM, "handler_seconds", "Time from the start of handling a delivery to its outcome.", lambda a: a.handler
-    ),
-    Metric(
-        HISTOGRAM,
-        "stored_to_settled_seconds",
-        "Time from storing a notification in the stream to settling its delivery.",
-        lambda a: a.stored_to_settled,
-    ),
-)
-PER_TIMER = (
-    Metric(COUNTER, "ticks", "Ticks that this worker ran, by outcome.", lambda t: t.outcomes, ("outcome",)),
-    Metric(
-        GAUGE,
-        "last_tick_timestamp_seconds",
-        "Time for which the last tick that this worker ran was due, in seconds since 1970; 0 before the first.",
-        lambda t: t.last_tick,
-    ),
-)
-PER_TASK = (
-    Metric(
-        COUNTER,
-        "task_failures",
-        "Failures of a task, which is started again after each.",
-        lambda failures: failures["failed"],
-    ),
-)
-PER_WINDOWS = (
-    Metric(COUNTER, "windows", "Runs of an agent for a window that is over, by outcome.", lambda w: w, ("outcome",)),
-)
-METRICS = {
-    ("version",): (
-        Metric(GAUGE, "build_info", "Always 1; the label is the version of aviso-workers that runs.", lambda _: 1),
-    ),
-    ("app",): PROCESS_METRICS,
-    ("app", "base"): PER_BASE,
-    ("app", "agent", "base"): PER_AGENT,
-    ("app", "timer"): PER_TIMER,
-    ("app", "task"): PER_TASK,
-    ("app", "agent"): PER_WINDOWS,
+counter, gauge, histogram = (partial(Metric, kind) for kind in (COUNTER, GAUGE, HISTOGRAM))
+
+METRICS: Mapping[tuple[str, ...], Mapping[str, Metric]] = {
+    ("version",): {
+        "build_info": gauge("Always 1; the label is the version of aviso-workers that runs."),
+    },
+    ("app",): {
+        "ready": gauge(
+            "1 while the worker is ready, as /readyz says: it is connected, and no agent and no timer is kept "
+            "from its work; else 0."
+        ),
+        "start_timestamp_seconds": gauge("Start time of the process, in seconds since 1970."),
+        "connected": gauge("1 while the worker is connected to its backend, else 0."),
+        "connection_slow": gauge(
+            "1 if the worker reads and publishes more slowly, because aviso-workers was not tested with this "
+            "version of nats-py; else 0."
+        ),
+        "leader_hindered": gauge(
+            "1 while this worker cannot use the bucket of leases or the bucket of claims, so it runs no timer "
+            "with leader=True and closes no window; else 0."
+        ),
+        "unreadable": counter(
+            "Unreadable messages in the streams of aviso-workers, which a worker skips, by stream.", by="stream"
+        ),
+        "lineage_events": counter("Run events of lineage, by outcome.", by="outcome", known=LINEAGE_OUTCOMES),
+        "foreign_answers": counter("Answers that came for a request to which they do not belong, and were ignored."),
+        "foreign": counter(
+            # Not by stream: a series that is born at 1 has no increase.
+            "Those of the unreadable messages that aviso-workers has not published, such as a server's "
+            "acknowledgement that a publisher has had stored there."
+        ),
+        "reconnects": counter("Connections to the backend after the first."),
+        "loop_lag_seconds": gauge(
+            "Seconds by which the event loop was late at its last turn, or is late now if that is longer."
+        ),
+    },
+    ("app", "base"): {
+        "published": counter("Notifications published, by outcome.", by="outcome", known=PUBLISH_OUTCOMES),
+        "publish_retries": counter("Attempts to publish a notification after the first attempt."),
+    },
+    ("app", "agent", "base"): {
+        "pending": gauge(
+            "Notifications not delivered yet, for all workers of the agent together; no series until the number "
+            "is known."
+        ),
+        "ack_pending": gauge(
+            "Notifications delivered and not settled yet, for all workers of the agent together; no series until "
+            "the number is known."
+        ),
+        "oldest_unfinished_age_seconds": gauge(
+            "Age of the oldest notification that this worker has received and not finished; 0 if there is none."
+        ),
+        "in_flight": gauge("Notifications that this worker is handling."),
+        "waiting": gauge("Notifications that this worker has received and is not handling yet."),
+        "notifications": counter("Deliveries settled by this worker, by outcome.", by="outcome", known=OUTCOMES),
+        "retries": counter("Failed deliveries that are retried, by reason.", by="reason", known=RETRY_REASONS),
+        "dead_letters": counter(
+            "Notifications that became dead letters, by reason.", by="reason", known=DEAD_LETTER_REASONS
+        ),
+        "dead_letters_refused": gauge(
+            "1 while dead letters of this agent cannot be stored, so their notifications stay in the stream and "
+            "are redelivered; else 0."
+        ),
+        "outage": gauge(
+            "1 while what this agent depends on is away, so that it tries one call a second and uses no "
+            "attempts; else 0."
+        ),
+        "not_read_again": gauge(
+            "1 while waiting notifications of this agent cannot be read from their stream, so later "
+            "notifications of the same ordering keys wait too; else 0."
+        ),
+        "threads_overdue": gauge(
+            "Calls of this agent that still run after their timeout: of a plain function, or of an async one "
+            "that cannot be cancelled."
+        ),
+        "threads_stuck": gauge(
+            "Calls of this agent that still run after their timeout, if no other call can be made and the agent "
+            "so handles nothing; else 0."
+        ),
+        "redelivered": counter("Settled deliveries that were not the first delivery of their notification."),
+        "missed": counter(
+            "Notifications that left the stream before the agent received them, for all workers together; no "
+            "series if the server filters for the agent."
+        ),
+        "pull_errors": counter(
+            "Interruptions of reading the agent's stream, by JetStream's error code, or by exception if there is "
+            "no code.",
+            by="code",
+        ),
+        "consumer_recreations": counter(
+            "How often the agent's consumer was recreated, because it or its stream was missing, or because its "
+            "filter was edited and hid notifications."
+        ),
+        "last_progress_timestamp_seconds": gauge(
+            "Time when this worker last settled a delivery, in seconds since 1970; 0 before the first."
+        ),
+        "lane_wait_seconds": histogram(
+            "Time that a delivery waited in the worker for earlier notifications of its ordering key and for a "
+            "free slot."
+        ),
+        "handler_seconds": histogram("Time from the start of handling a delivery to its outcome."),
+        "stored_to_settled_seconds": histogram(
+            "Time from storing a notification in the stream to settling its delivery."
+        ),
+    },
+    ("app", "timer"): {
+        "ticks": counter("Ticks that this worker ran, by outcome.", by="outcome", known=RUN_OUTCOMES),
+        "last_tick_timestamp_seconds": gauge(
+            "Time for which the last tick that this worker ran was due, in seconds since 1970; 0 before the first."
+        ),
+    },
+    ("app", "task"): {
+        "task_failures": counter("Failures of a task, which is started again after each."),
+    },
+    ("app", "agent"): {
+        "windows": counter("Runs of an agent for a window that is over, by outcome.", by="outcome", known=RUN_OUTCOMES),
+    },
 }
-"""All of a worker process, by the labels that they have in common."""
-FLEET_METRICS: dict[tuple[str, ...], tuple[Metric, ...]] = {
-    ("app", "process"): (
-        Metric(
-            GAUGE,
-            "process_running",
-            "1 while the process of a fleet runs, else 0; the other series of a process that does not run are missing.",
-            lambda process: process.running,
+"""All of a worker process, by the labels that they have in common and by their names: those of `full_name`."""
+FLEET_METRICS: Mapping[tuple[str, ...], Mapping[str, Metric]] = {
+    ("app", "process"): {
+        "process_running": gauge(
+            "1 while the process of a fleet runs, else 0; the other series of a process that does not run are missing."
         ),
-        Metric(
-            COUNTER,
-            "process_exits",
+        "process_exits": counter(
             "Exits of a process while its fleet continues, by ending: in_order, killed or crashed.",
-            lambda process: process.endings,
-            ("ending",),
+            by="ending",
+            known=ENDINGS,
         ),
-    )
+    },
 }
 """What a fleet's supervisor adds to those of its processes."""
+OF_RUN: Mapping[str, Callable[[SubscriptionRun], float]] = {
+    "oldest_unfinished_age_seconds": attrgetter("flow.oldest_age_seconds"),
+    "in_flight": attrgetter("flow.running"),
+    "waiting": attrgetter("flow.waiting"),
+    "threads_overdue": attrgetter("overdue"),
+}
+"""What is read of an agent at work; 0 while it does not run."""
+
+Numbers = dict[str, Any]
+"""By the names of metrics, their values, or functions that return them."""
+
+
+def full_name(name: str, metric: Metric) -> str:
+    """Return the name of a metric as Prometheus has it."""
+    return f"aviso_worker_{name}{'_total' if metric.kind == COUNTER else ''}"
+
+
+def _numbers(metrics: Mapping[str, Metric], **values: Any) -> Numbers:
+    """Return the numbers of these metrics before anything has happened, but for the `values`."""
+    return {name: metric.begin() for name, metric in metrics.items()} | values
 
 
 class Measurable(Protocol):
@@ -519,30 +406,34 @@ class Metrics:
 
     def __init__(self, app: Measurable, *, ready: Callable[[], bool], loop_lag_seconds: Callable[[], float]) -> None:
         bases = {name: schema.topic_of(name, kind).base for name, kind in app.config.notification_schema.items()}
-        self.ready = ready
-        self.loop_lag_seconds = loop_lag_seconds
-        self.started_at = time.time()
-        self.connected = self.slow = False
-        self.connections = self.foreign_answers = self.foreign = 0
-        self.hindered: set[str] = set()
+        self._connections = 0
+        self._hindered: set[str] = set()
         """Buckets that keep this worker from leading."""
-        self.unreadable = _Counts()
-        self.lineage = _Counts(LINEAGE_OUTCOMES)
-        self._published = {name: _Published() for name in bases}
+        self._own = _numbers(
+            METRICS["app",],
+            ready=ready,
+            start_timestamp_seconds=time.time(),
+            leader_hindered=lambda: bool(self._hindered),
+            reconnects=lambda: max(0, self._connections - 1),
+            loop_lag_seconds=loop_lag_seconds,
+        )
+        self._published = {name: _numbers(METRICS["app", "base"]) for name in bases}
         self._agents = {agent.name: _Agent(_run_of(app, agent.name)) for agent in app.agents}
-        self._timers = {timer.name: _Timer() for timer in app.timers}
-        self._tasks = {task.name: _Counts(("failed",)) for task in app.tasks}
-        self._windows = {agent.name: _Counts(RUN_OUTCOMES) for agent in app.agents if agent.policy.window}
-        self._rows: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {
-            ("version",): {(__version__,): None},
-            ("app",): {(app.name,): self},
+        self._timers = {timer.name: _numbers(METRICS["app", "timer"]) for timer in app.timers}
+        self._tasks = {task.name: _numbers(METRICS["app", "task"]) for task in app.tasks}
+        self._windows = {agent.name: _numbers(METRICS["app", "agent"]) for agent in app.agents if agent.policy.window}
+        self._rows: dict[tuple[str, ...], Rows] = {
+            ("version",): {(__version__,): {"build_info": 1}},
+            ("app",): {(app.name,): self._own},
             ("app", "base"): {(app.name, bases[name]): numbers for name, numbers in self._published.items()},
             ("app", "agent", "base"): {
-                (app.name, agent.name, bases[agent.event_type]): self._agents[agent.name] for agent in app.agents
+                (app.name, agent.name, bases[agent.event_type]): self._agents[agent.name].numbers
+                for agent in app.agents
             },
-            ("app", "timer"): {(app.name, name): numbers for name, numbers in self._timers.items()},
-            ("app", "task"): {(app.name, name): outcomes for name, outcomes in self._tasks.items()},
-            ("app", "agent"): {(app.name, name): outcomes for name, outcomes in self._windows.items()},
+            **{
+                ("app", label): {(app.name, name): numbers for name, numbers in rows.items()}
+                for label, rows in (("timer", self._timers), ("task", self._tasks), ("agent", self._windows))
+            },
         }
         self._measured: dict[str, Measured] = {}
         self._gone: set[tuple[str, str]] = set()
@@ -558,8 +449,7 @@ class Metrics:
         """Note what is left to do for an agent. Return what it has missed since that was last noted, where that is
         known.
         """
-        self._agents[agent].pending = consumer.num_pending
-        self._agents[agent].ack_pending = consumer.num_ack_pending
+        self._agents[agent].numbers |= {"pending": consumer.num_pending, "ack_pending": consumer.num_ack_pending}
         filters = frozenset(consumer.config.filters)
         return self._agents[agent].came_to(Passed(identities.of(consumer), consumer.position, filters))
 
@@ -581,46 +471,45 @@ class Metrics:
 
     def _sampled(self, event: Sampled) -> None:
         if event.agent in self._agents:
-            self._agents[event.agent].handler.sampled(event)
+            self._agents[event.agent].numbers["handler_seconds"].sampled(event)
 
     def _count_published(self, event: Published) -> None:
         numbers = self._published[event.event_type]
-        numbers.outcomes.add(event.outcome, event.count)
-        numbers.retries += (event.attempts - 1) * event.count
+        numbers["published"].add(event.outcome, event.count)
+        numbers["publish_retries"] += (event.attempts - 1) * event.count
 
     def _task_failed(self, event: TaskFailed) -> None:
-        self._tasks[event.task].add("failed")
+        self._tasks[event.task]["task_failures"] += 1
 
     def _ticked(self, event: Ticked) -> None:
-        self._timers[event.timer].outcomes.add("failed" if event.error else "done")
-        self._timers[event.timer].last_tick = event.time.timestamp()
+        self._timers[event.timer]["ticks"].add("failed" if event.error else "done")
+        self._timers[event.timer]["last_tick_timestamp_seconds"] = event.time.timestamp()
 
     def _window_done(self, event: WindowDone) -> None:
-        self._windows[event.agent].add("failed" if event.error else "done")
+        self._windows[event.agent]["windows"].add("failed" if event.error else "done")
         if event.dead_lettered:
-            self._agents[event.agent].dead_letters.add(event.dead_lettered)
+            self._agents[event.agent].numbers["dead_letters"].add(event.dead_lettered)
 
     def _connection_changed(self, event: ConnectionChanged) -> None:
-        self.connected = event.connected
-        self.connections += event.connected
+        self._own["connected"] = event.connected
+        self._connections += event.connected
 
     def _connection_slow(self, _: ConnectionSlow) -> None:
-        self.slow = True
+        self._own["connection_slow"] = 1
 
     def _foreign_answer(self, _: ForeignAnswer) -> None:
-        self.foreign_answers += 1
+        self._own["foreign_answers"] += 1
 
     def _lineage(self, event: LineageTold) -> None:
-        self.lineage.add("lost" if event.error else "sent")
+        self._own["lineage_events"].add("lost" if event.error else "sent")
 
     def _unreadable(self, event: Unreadable) -> None:
-        self.unreadable.add(event.stream)
-        if event.reason == "foreign":
-            self.foreign += 1
+        self._own["unreadable"].add(event.stream)
+        self._own["foreign"] += event.reason == "foreign"
 
     def _disturbed(self, event: AgentDisturbed) -> None:
         if event.agent in self._agents:
-            self._agents[event.agent].pull_errors.add(_code(event.error))
+            self._agents[event.agent].numbers["pull_errors"].add(_code(event.error))
             if isinstance(event.error, NotFoundError):
                 self._gone.add((event.agent, event.stream))
 
@@ -635,23 +524,23 @@ class Metrics:
             self._agents[event.agent].started(event.passed)
         if (event.agent, event.stream) in self._gone:
             self._gone.remove((event.agent, event.stream))
-            self._agents[event.agent].recreations += 1
+            self._agents[event.agent].numbers["consumer_recreations"] += 1
 
     def _dead_letters(self, event: DeadLettersRefused | DeadLettersStored) -> None:
-        self._agents[event.agent].dead_letters_refused = isinstance(event, DeadLettersRefused)
+        self._agents[event.agent].numbers["dead_letters_refused"] = isinstance(event, DeadLettersRefused)
 
     def _outage(self, event: OutageBegan | OutageGoesOn | OutageEnded) -> None:
         for agent in event.agents:
-            self._agents[agent].outage = not isinstance(event, OutageEnded)
+            self._agents[agent].numbers["outage"] = not isinstance(event, OutageEnded)
 
     def _read_again(self, event: NotReadAgain | ReadAgain) -> None:
-        self._agents[event.agent].not_read_again = isinstance(event, NotReadAgain)
+        self._agents[event.agent].numbers["not_read_again"] = isinstance(event, NotReadAgain)
 
     def _calls(self, event: CallsStuck | CallsFreed) -> None:
-        self._agents[event.agent].threads_stuck = event.calls if isinstance(event, CallsStuck) else 0
+        self._agents[event.agent].numbers["threads_stuck"] = event.calls if isinstance(event, CallsStuck) else 0
 
     def _leadership(self, event: LeadershipHindered | LeadershipUnhindered) -> None:
-        (self.hindered.add if isinstance(event, LeadershipHindered) else self.hindered.discard)(event.bucket)
+        (self._hindered.add if isinstance(event, LeadershipHindered) else self._hindered.discard)(event.bucket)
 
     def _note_measured(self, event: Measured) -> None:
         self._measured[event.name] = event
@@ -696,14 +585,6 @@ def render_gauges(measured: Iterable[Measured]) -> bytes:
     return "".join(map(_gauge, measured)).encode()
 
 
-class _Process:
-    """The numbers of one place in a fleet."""
-
-    def __init__(self) -> None:
-        self.running = False
-        self.endings = _Counts(ENDINGS)
-
-
 class FleetMetrics:
     """The numbers of a fleet: those of its supervisor, and those of all its processes with the label `process`.
 
@@ -716,20 +597,23 @@ class FleetMetrics:
         self, app: str, processes: Iterable[str], *, scrape: Callable[[str], Mapping[str, str]], traced: bool = False
     ) -> None:
         self._traced = traced
-        self._processes = defaultdict(_Process, {name: _Process() for name in processes})
-        self._rows: dict[tuple[str, ...], _Process] = {(app, name): one for name, one in self._processes.items()}
+        (labels, metrics), *_ = FLEET_METRICS.items()
+        self._processes = defaultdict(lambda: _numbers(metrics), {name: _numbers(metrics) for name in processes})
+        self._rows: dict[tuple[str, ...], Rows] = {
+            labels: {(app, name): numbers for name, numbers in self._processes.items()}
+        }
         self._scrape = scrape
         self._table = _Table()
 
     def started(self, process: str) -> None:
-        self._processes[process].running = True
+        self._processes[process]["process_running"] = 1
 
     def ended(self, process: str) -> None:
-        self._processes[process].running = False
+        self._processes[process]["process_running"] = 0
 
     def exited(self, process: str, ending: str) -> None:
         """Note how a process ended: `ending` is one of `ENDINGS`."""
-        self._processes[process].endings.add(ending)
+        self._processes[process]["process_exits"].add(ending)
 
     def render(self) -> bytes:
         """Return the numbers in Prometheus' text format."""
@@ -745,10 +629,10 @@ class FleetMetrics:
         return f"{own.removesuffix(exposition.END)}{exposition.joined(shown, label='process')}{exposition.END}".encode()
 
     def _render_own(self) -> bytes:
-        return self._table.render(FLEET_METRICS, dict.fromkeys(FLEET_METRICS, self._rows))
+        return self._table.render(FLEET_METRICS, self._rows)
 
 
-Rows = Mapping[tuple[str, ...], Any]
+Rows = Mapping[tuple[str, ...], Numbers]
 """Numbers by the values of their labels."""
 
 
@@ -761,43 +645,45 @@ class _Table:
         """What stands before the numbers of a metric, by its name and the values of its labels."""
 
     def render(
-        self, metrics: Mapping[tuple[str, ...], Iterable[Metric]], rows: Mapping[tuple[str, ...], Rows]
+        self, metrics: Mapping[tuple[str, ...], Mapping[str, Metric]], rows: Mapping[tuple[str, ...], Rows]
     ) -> bytes:
         return "".join(
-            text for labels, those in metrics.items() for metric in those for text in self._family(metric, labels, rows)
+            text
+            for labels, named in metrics.items()
+            for name, metric in named.items()
+            for text in self._family(name, metric, labels, rows[labels])
         ).encode()
 
-    def _family(self, metric: Metric, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], Rows]) -> Iterator[str]:
-        yield exposition.heading(metric.full_name, metric.help, metric.kind)
-        for key, numbers in rows[labels].items():
-            match metric.read(numbers):
+    def _family(self, name: str, metric: Metric, labels: tuple[str, ...], rows: Rows) -> Iterator[str]:
+        name_shown = full_name(name, metric)
+        yield exposition.heading(name_shown, metric.help, metric.kind)
+        for key, numbers in rows.items():
+            value = numbers[name]
+            match value() if callable(value) else value:
                 case _Seconds() as seconds:
                     shown = dict(seconds.exemplars) if self._exemplars else {}  # at once, as below
-                    parts = zip(self._of_histogram(metric, labels, key), seconds.values(), strict=True)
-                    for place, (before, value) in enumerate(parts):
-                        yield f"{before}{exposition.number(value)}{shown.get(place, '')}\n"
+                    parts = zip(self._before(name_shown, labels, key, metric.kind), seconds.values(), strict=True)
+                    for place, (before, number) in enumerate(parts):
+                        yield f"{before}{exposition.number(number)}{shown.get(place, '')}\n"
                 case _Counts() as counts:
                     for word, count in dict(counts).items():  # at once: the loop's thread may add to it meanwhile
-                        yield self._line(metric, (*labels, *metric.by), (*key, word), count)
-                case value:
-                    if not math.isnan(value):  # one that is not known spoils each sum
-                        yield self._line(metric, labels, key, float(value))
+                        (before,) = self._before(name_shown, (*labels, metric.by), (*key, word))
+                        yield f"{before}{exposition.number(count)}\n"
+                case number:
+                    if not math.isnan(number):  # one that is not known spoils each sum
+                        (before,) = self._before(name_shown, labels, key)
+                        yield f"{before}{exposition.number(float(number))}\n"
 
-    def _line(self, metric: Metric, labels: tuple[str, ...], key: tuple[str, ...], value: float) -> str:
-        known = self._known.get((metric.name, *key))
-        if known is None:
-            before = exposition.labelled(metric.full_name, zip(labels, key, strict=True))
-            known = self._known[metric.name, *key] = [before]
-        return f"{known[0]}{exposition.number(value)}\n"
-
-    def _of_histogram(self, metric: Metric, labels: tuple[str, ...], key: tuple[str, ...]) -> list[str]:
-        known = self._known.get((metric.name, *key))
+    def _before(self, name: str, labels: tuple[str, ...], key: tuple[str, ...], kind: Kind | None = None) -> list[str]:
+        """Return what stands before a number, or before each of those of a histogram."""
+        known = self._known.get((name, *key))
         if known is None:
             of_row = tuple(zip(labels, key, strict=True))
-            name = metric.full_name
-            buckets = [exposition.labelled(f"{name}_bucket", (*of_row, ("le", bound))) for bound in BOUNDS]
-            rest = [exposition.labelled(f"{name}_{part}", of_row) for part in ("count", "sum")]
-            known = self._known[metric.name, *key] = [*buckets, *rest]
+            parts = [(name, of_row)]
+            if kind == HISTOGRAM:
+                parts = [(f"{name}_bucket", (*of_row, ("le", bound))) for bound in BOUNDS]
+                parts += [(f"{name}_count", of_row), (f"{name}_sum", of_row)]
+            known = self._known[name, *key] = [exposition.labelled(part, of) for part, of in parts]
         return known
 
 

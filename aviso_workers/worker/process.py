@@ -113,50 +113,39 @@ async def _work(
 ) -> None:
     connected, begun, stop = anyio.Event(), anyio.Event(), anyio.Event()
     app.events.listen(lambda change: connected.set() if change.connected else None, ConnectionChanged)
-    async with task_group() as watching:
-        watching.start_soon(_obey_signals, ending, member, connected, stop, listeners, watching.cancel_scope)
-        if ready is not None:
-            watching.start_soon(_tell_when_begun, begun, ready, listeners.url)
-        if member is not None:
-            watching.start_soon(_leave_when_recycled, member, ending, connected, stop, listeners)
-        await app._run_until(stop, listeners, begun=begun)
-        watching.cancel_scope.cancel()
 
+    async def obey_signals() -> None:
+        told = False
+        async for number in ending.signals():
+            if member is not None:
+                member.tell_end()
+            if told or not connected.is_set():
+                log.warning("worker.cancelled", signal=number.name)
+                watching.cancel_scope.cancel()
+                return
+            log.info("worker.stopping", signal=number.name)
+            told = True
+            listeners.stopping()
+            stop.set()
 
-async def _obey_signals(
-    ending: Ending,
-    member: FleetMember | None,
-    connected: anyio.Event,
-    stop: anyio.Event,
-    listeners: Listeners,
-    everything: anyio.CancelScope,
-) -> None:
-    told = False
-    async for number in ending.signals():
-        if member is not None:
-            member.tell_end()
-        if told or not connected.is_set():
-            log.warning("worker.cancelled", signal=number.name)
-            everything.cancel()
-            return
-        log.info("worker.stopping", signal=number.name)
-        told = True
+    async def tell_when_begun(ready: Ready) -> None:
+        await begun.wait()
+        ready(listeners.url)
+
+    async def leave_when_recycled(member: FleetMember) -> None:
+        await connected.wait()
+        reason = await member.until_recycled()
+        ending.begin()
+        member.tell_end()
+        log.info("worker.stopping", reason=reason)
         listeners.stopping()
         stop.set()
 
-
-async def _tell_when_begun(begun: anyio.Event, ready: Ready, status_url: str) -> None:
-    await begun.wait()
-    ready(status_url)
-
-
-async def _leave_when_recycled(
-    member: FleetMember, ending: Ending, connected: anyio.Event, stop: anyio.Event, listeners: Listeners
-) -> None:
-    await connected.wait()
-    reason = await member.until_recycled()
-    ending.begin()
-    member.tell_end()
-    log.info("worker.stopping", reason=reason)
-    listeners.stopping()
-    stop.set()
+    async with task_group() as watching:
+        watching.start_soon(obey_signals)
+        if ready is not None:
+            watching.start_soon(tell_when_begun, ready)
+        if member is not None:
+            watching.start_soon(leave_when_recycled, member)
+        await app._run_until(stop, listeners, begun=begun)
+        watching.cancel_scope.cancel()

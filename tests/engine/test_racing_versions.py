@@ -110,13 +110,9 @@ class Deployment:
                 durable_name=DURABLE, filter_subjects=VERSIONS[version], ack_wait=20 * 10**9, max_ack_pending=1000
             ),
             everything=("mars.>",),
-            agent="agent",
-            stream="MARS",
-            backend=backend,
             registry=Versions(backend, app="app", agent="agent", stream="MARS"),
             recorder=recorders[0],
             retries=recorders[1],
-            events=events,
             on_ack_wait=lambda seconds: None,
         )
 

@@ -100,7 +100,9 @@ class Worker:
         isolation: Isolation | None = None,
         **of_flow: Any,
     ) -> None:
-        @Router("tests").agent("mars", concurrency=concurrency, retry=RetryPolicy(first=1.0, factor=1.0, jitter=0.0))
+        @Router("tests").agent(
+            "mars", concurrency=concurrency, retry=RetryPolicy(attempts=3, first=1.0, factor=1.0, jitter=0.0)
+        )
         async def index(notification: Notification[Any]) -> None: ...
 
         clock = backend.clock
@@ -126,20 +128,7 @@ class Worker:
             clock=clock,
             events=facts.events,
         )
-        self.redeliveries = Redeliveries(
-            backend=backend,
-            agent="index",
-            stream="MARS",
-            flow=self.flow,
-            failures=self.failures,
-            decisions=decisions,
-            settler=self.settler,
-            isolation=self.isolation,
-            shield=shield,
-            retry=RetryPolicy(attempts=3),
-            clock=clock,
-            events=facts.events,
-        )
+        self.redeliveries = Redeliveries(backend=backend, settler=self.settler, isolation=self.isolation)
 
     @staticmethod
     def failures_of_another(backend: InMemoryBackend, facts: Facts) -> Failures:

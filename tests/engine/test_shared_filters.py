@@ -53,13 +53,9 @@ def worker(backend: Backend, filters: tuple[str, ...], stated: list[Any]) -> Sha
     return SharedFilter(
         spec(filters),
         everything=EVERYTHING,
-        agent="agent",
-        stream="MARS",
-        backend=backend,
         registry=Versions(backend, app="app", agent="agent", stream="MARS"),
         recorder=recorder(backend, "MARS", events),
         retries=recorder(backend, "RETRIES", events),
-        events=events,
         on_ack_wait=lambda seconds: None,
     )
 

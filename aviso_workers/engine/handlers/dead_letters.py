@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from msgspec import Struct
+
 from aviso_workers.aviso.codec import Message, NotificationReader, store_time
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.clocks import Clock
@@ -35,28 +37,22 @@ TURN_SECONDS = 0.5
 """How often a call asks again that has to wait because what the agent depends on is away."""
 
 
-class DeadLetterCalls:
+class DeadLetterCalls(Struct, eq=False, dict=True):
     """Calls the function of one agent. `running` is the agent with this function in place of its own."""
 
-    def __init__(
-        self,
-        running: Agent[Any, Any],
-        readers: Sequence[NotificationReader],
-        outputs: Outputs,
-        *,
-        outage: Outage,
-        clock: Clock,
-        events: Events,
-    ) -> None:
-        """The first of `readers` that can read a notification does so."""
-        self._outage = outage
-        self._agent = running
-        self._readers = readers
-        self._outputs = outputs
-        self._clock = clock
-        self._events = events
-        function = awaitable(running, outputs=outputs)
-        self._function = Timeouts(running, clock=clock, events=events).limit(function, running.policy.timeout)
+    running: Agent[Any, Any]
+    readers: Sequence[NotificationReader]
+    """The first that can read a notification does so."""
+    outputs: Outputs
+    outage: Outage
+    clock: Clock
+    events: Events
+
+    def __post_init__(self) -> None:
+        function = awaitable(self.running, outputs=self.outputs)
+        self._function = Timeouts(self.running, clock=self.clock, events=self.events).limit(
+            function, self.running.policy.timeout
+        )
 
     async def call(
         self, message: Message, reason: str, *, attempts: int, error: BaseException, window: Any = None
@@ -68,40 +64,40 @@ class DeadLetterCalls:
         given_up = GivenUp(notification=notification, reason=reason, attempts=attempts, error=describe(error))
         of = f"dead letter of {message.subject} {message.timestamp_ns} {message.headers}"  # a retry has another header
         for tried in range(1, CALLS + 1):
-            while not self._outage.begins(again=True):
-                await self._clock.sleep(TURN_SECONDS)
-            with self._outputs.keys() as keys:
+            while not self.outage.begins(again=True):
+                await self.clock.sleep(TURN_SECONDS)
+            with self.outputs.keys() as keys:
                 keys.begin_with(str(message.sequence), of=of)
                 failure = await calls.attempt_apart(self._call_and_publish, given_up)
             if failure is None:
                 return  # which says nothing of what the agent's own function needs
             if failure.final is None:
-                away = self._outage.is_unavailable(failure.error)
-                self._outage.failed(failure.error, again=True, away=away)
+                away = self.outage.is_unavailable(failure.error)
+                self.outage.failed(failure.error, again=True, away=away)
             again = RETRY.delay_seconds(tried) if tried < CALLS and failure.final is None else 0.0
-            self._events.emit(
+            self.events.emit(
                 DeadLetterCallFailed(
-                    agent=self._agent.name, notification=notification.id, error=failure.error, again_in_seconds=again
+                    agent=self.running.name, notification=notification.id, error=failure.error, again_in_seconds=again
                 )
             )
             del failure  # the frames of its traceback lead to this one, and would keep it until the next collection
             if not again:
                 return
-            await self._clock.sleep(again)
+            await self.clock.sleep(again)
 
     async def _call_and_publish(self, given_up: GivenUp[Any, Any]) -> None:
         returned = await self._function(given_up)
         if failure := verdicts.failure_returned(returned):
             raise failure.error
-        await self._outputs.publish(returned)
+        await self.outputs.publish(returned)
 
     def _read(self, message: Message, *, attempts: int, window: Any) -> Notification[Any, Any]:
-        for reader in () if window else self._readers:
+        for reader in () if window else self.readers:
             with suppress(BaseException):  # the author's payload type has code as well
                 if notification := reader.notification(message, attempt=attempts):
                     return notification
         return Notification(
-            event_type=self._agent.event_type,
+            event_type=self.running.event_type,
             identifier={},
             payload=window or message.data,
             sequence=message.sequence,

@@ -17,7 +17,6 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from aviso_workers.aviso.codec import NotificationReader
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Delivery
-from aviso_workers.clocks import Clock
 from aviso_workers.declare import verdicts
 from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.verdicts import Failure
@@ -45,23 +44,20 @@ class HandlerContext:
 
     def __init__(
         self,
-        agent: Agent[Any, Any],
+        settler: Settler,
         *,
-        flow: Flow,
         reader: NotificationReader,
         outputs: Outputs,
-        settler: Settler,
         timeouts: Timeouts,
-        clock: Clock,
         guard: Guard | None = None,
     ) -> None:
         """`guard` makes the calls of an agent that may lose what it needs for them, such as a singleton's."""
-        self.agent = agent
-        self.flow = flow
+        agent = self.agent = settler.agent
+        self.flow = settler.flow
+        self.clock = settler.clock
+        self.settler = settler
         self.reader = reader
         self.outputs = outputs
-        self.settler = settler
-        self.clock = clock
         self._timeouts = timeouts
         self._generation = forks.generation
         self.function = awaitable(agent, outputs=outputs)
@@ -76,7 +72,7 @@ class HandlerContext:
             of_all = timeout * TIMEOUTS_OF_ALL if timeout and agent.can_be_cancelled else None
             self.step = timeouts.limit(self._call_in_scope, of_all)
         if guard is not None:
-            self.step = partial(guard, self.step, flow)
+            self.step = partial(guard, self.step, self.flow)
 
     def read(self, delivery: Delivery) -> Notification[Any] | Failure | None:
         """Return the notification, or why it cannot be read; None where the agent did not ask for it."""

@@ -14,6 +14,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 from anyio.from_thread import BlockingPortal
+from msgspec import Struct
 
 from aviso_workers.backends import Backend, Message, PubAck
 from aviso_workers.backends.provisioning import Provisioner
@@ -34,26 +35,19 @@ AGAIN_SECONDS = 10.0
 """When a server that did not answer is asked again for a longer history."""
 
 
-class Tables:
+class Tables(Struct, eq=False, dict=True):
     """An app's tables and counters, by name; connected while the `async with` block runs.
 
     Raises `RefusedError` where the server is too old for one of them, `DeclarationError` where another app uses one.
     """
 
-    def __init__(
-        self,
-        tables: Mapping[str, Table[Any] | Counter],
-        backend: Backend,
-        *,
-        app: str,
-        config: Config,
-        own_streams: Provisioner,
-    ) -> None:
-        self._tables = tables
-        self._backend = backend
-        self._app = app
-        self._config = config
-        self._own_streams = own_streams
+    tables: Mapping[str, Table[Any] | Counter]
+    backend: Backend
+    app: str
+    config: Config
+    own_streams: Provisioner
+
+    def __post_init__(self) -> None:
         self._connected: list[Table[Any] | Counter] = []
         self._keeping: TaskGroup
         self._portal: BlockingPortal
@@ -64,7 +58,7 @@ class Tables:
         self._portal = BlockingPortal()
         await self._portal.__aenter__()
         try:
-            for name, table in self._tables.items():
+            for name, table in self.tables.items():
                 self._connect(name, table)
                 self._connected.append(table)
         except Exception:
@@ -85,24 +79,24 @@ class Tables:
             await self._keeping.__aexit__(None, None, None)
 
     def _connect(self, name: str, table: Table[Any] | Counter) -> None:
-        patience = self._config.notification_backend.jetstream.publish_deadline_seconds
+        patience = self.config.notification_backend.jetstream.publish_deadline_seconds
         if isinstance(table, Counter):
-            self._backend.connection.require_server(2, 12, to=f"keep the counter {name!r}")
-            spec = table_records.counters_spec(self._app, self._config)
-            prefix = f"{COUNTERS_SUBJECT}.{self._app}.{name}."
+            self.backend.connection.require_server(2, 12, to=f"keep the counter {name!r}")
+            spec = table_records.counters_spec(self.app, self.config)
+            prefix = f"{COUNTERS_SUBJECT}.{self.app}.{name}."
             table.connect(
-                Counters(self._backend, spec, self._own_streams, prefix=prefix, patience_seconds=patience),
+                Counters(self.backend, spec, self.own_streams, prefix=prefix, patience_seconds=patience),
                 self._portal,
             )
             return
         kind = CachedKeyValue if table.cached else RetryingKeyValue
         bucket = kind(
-            self._backend,
-            table_records.bucket_of(self._app, name),
+            self.backend,
+            table_records.bucket_of(self.app, name),
             history=table.keeps_history,
             patience_seconds=patience,
         )
-        table.connect(bucket, AppliedNotifications(bucket, self._backend, table=name), self._portal)
+        table.connect(bucket, AppliedNotifications(bucket, self.backend, table=name), self._portal)
         if table.keeps_history > 1:
             self._keeping.start_soon(self._raise_history, bucket.name, table.keeps_history)
         if isinstance(bucket, CachedKeyValue):
@@ -112,32 +106,29 @@ class Tables:
         """Let a bucket that an older version of the app has made keep as many values as this one wants."""
         while True:
             try:
-                await self._own_streams.raise_history(bucket, history)
+                await self.own_streams.raise_history(bucket, history)
                 return
             except UnavailableError:
-                await self._backend.clock.sleep(AGAIN_SECONDS)
+                await self.backend.clock.sleep(AGAIN_SECONDS)
 
 
-class Counters:
+class Counters(Struct, eq=False):
     """What one counter stands at, by key: one subject each, in a stream that adds up."""
 
-    def __init__(
-        self, backend: Backend, spec: StreamSpec, own_streams: Provisioner, *, prefix: str, patience_seconds: float
-    ) -> None:
-        self._backend = backend
-        self._spec = spec
-        self._own_streams = own_streams
-        self._prefix = prefix
-        self._patience = patience_seconds
+    backend: Backend
+    spec: StreamSpec
+    own_streams: Provisioner
+    prefix: str
+    patience_seconds: float
 
     async def add(self, key: str, amount: int, *, message_id: str | None) -> int:
-        subject = f"{self._prefix}{key}"
+        subject = f"{self.prefix}{key}"
         once = secrets.token_hex(12) if message_id is None else f"{subject} {message_id}"
         message = Message(subject=subject, data=b"", headers={"Nats-Incr": f"{amount:+d}"})
 
         async def publish() -> PubAck:
-            return await self._backend.publish(
-                message, message_id=once, stream=self._spec.name, timeout_seconds=TIMEOUT_SECONDS
+            return await self.backend.publish(
+                message, message_id=once, stream=self.spec.name, timeout_seconds=TIMEOUT_SECONDS
             )
 
         singletons.check()
@@ -150,29 +141,29 @@ class Counters:
             raise OutcomeUnknownError.after(error) from error
 
     async def get(self, key: str) -> int:
-        subject = f"{self._prefix}{key}"
-        message = await self._do(lambda: self._backend.message(self._spec.name, last_by_subject=subject))
+        subject = f"{self.prefix}{key}"
+        message = await self._do(lambda: self.backend.message(self.spec.name, last_by_subject=subject))
         return _total(message) if message else 0
 
     async def all(self) -> dict[str, int]:
         return await self._do(self._all)
 
     async def _all(self) -> dict[str, int]:
-        last = (await self._backend.stream_info(self._spec.name)).last_sequence
-        reading = self._backend.read(self._spec.name, filter_subjects=(f"{self._prefix}>",), last_sequence=last)
+        last = (await self.backend.stream_info(self.spec.name)).last_sequence
+        reading = self.backend.read(self.spec.name, filter_subjects=(f"{self.prefix}>",), last_sequence=last)
         async with aclosing(reading):
-            return {message.subject.removeprefix(self._prefix): _total(message) async for message in reading}
+            return {message.subject.removeprefix(self.prefix): _total(message) async for message in reading}
 
     async def _do(self, deed: Callable[[], Awaitable[T]]) -> T:
         async def attempt() -> T:
-            await self._own_streams.ensure(self._spec)
+            await self.own_streams.ensure(self.spec)
             try:
                 return await deed()
             except (UnavailableError, NotFoundError):
-                self._own_streams.forget(self._spec.name)  # it may have been deleted
+                self.own_streams.forget(self.spec.name)  # it may have been deleted
                 raise
 
-        return await retried(attempt, clock=self._backend.clock, patience_seconds=self._patience)
+        return await retried(attempt, clock=self.backend.clock, patience_seconds=self.patience_seconds)
 
 
 def _total(message: Message) -> int:

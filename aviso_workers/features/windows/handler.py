@@ -23,7 +23,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import anyio
-from msgspec import structs
+from msgspec import Struct, structs
 
 from aviso_workers import clocks
 from aviso_workers.aviso import payloads
@@ -31,6 +31,7 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import Duration, quoted
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.backends import Backend, ConsumerInfo
+from aviso_workers.config import Config
 from aviso_workers.declare import windows
 from aviso_workers.declare.seen import NEVER, Stored
 from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, OtherVersionError, Verdict
@@ -46,7 +47,7 @@ from aviso_workers.errors import (
     RefusedError,
     UndecodableError,
 )
-from aviso_workers.events import UNAVAILABLE, Events, Unreadable, WindowDone, WindowFunctionsChanged
+from aviso_workers.events import UNAVAILABLE, Unreadable, WindowDone, WindowFunctionsChanged
 from aviso_workers.features.seen import SeenPages
 from aviso_workers.jetstream import key_value
 from aviso_workers.jetstream.key_value import Entry
@@ -65,51 +66,38 @@ FORGOTTEN_AFTER_SECONDS = 86400.0
 a worker that was paused while it counted has lost its deliveries."""
 
 
-class WindowHandler:
+class WindowHandler(Struct, eq=False, dict=True):
     """Runs `async def agent(window: Window[A])`."""
 
-    def __init__(
-        self,
-        context: HandlerContext,
-        windowing: Windowing[Any, Any],
-        *,
-        backend: Backend,
-        app: str,
-        stream: str,
-        events: Events,
-        patience_seconds: float,
-        drain_timeout_seconds: float,
-    ) -> None:
-        agent = self._agent = context.agent
-        self._context = context
-        self._windowing = windowing
-        self._backend = backend
-        self._app = app
-        self._stream = stream
-        self._durable = agent.durable_name(app)
-        self._drain_timeout_seconds = drain_timeout_seconds
-        self._events = events
-        self._functions = windowing.fingerprints
+    context: HandlerContext
+    windowing: Windowing[Any, Any]
+    backend: Backend
+    app: str
+    config: Config
+
+    def __post_init__(self) -> None:
+        settler, agent = self.context.settler, self.context.agent
+        self._stream, self._events = settler.stream, settler.events
+        patience = self.config.notification_backend.jetstream.publish_deadline_seconds
+        self._durable = agent.durable_name(self.app)
+        self._functions = self.windowing.fingerprints
         self._states = window_records.WindowStates(agent, on_unreadable=self._report_unreadable)
-        bucket = window_records.bucket_of(app, agent.name)
-        self._bucket = CachedKeyValue(backend, bucket, patience_seconds=patience_seconds)
-        self._from_server = RetryingKeyValue(backend, bucket, patience_seconds=patience_seconds)
+        bucket = window_records.bucket_of(self.app, agent.name)
+        self._bucket = CachedKeyValue(self.backend, bucket, patience_seconds=patience)
+        self._from_server = RetryingKeyValue(self.backend, bucket, patience_seconds=patience)
         self._pages = SeenPages(
-            bucket=self._from_server, backend=backend, prefix=PAGES, stream=stream, listed=windows.LISTED
+            bucket=self._from_server, backend=self.backend, prefix=PAGES, stream=self._stream, listed=windows.LISTED
         )
-        self._lease = Lease(backend, app, of=f"windows/{agent.name}", events=events)
-        self._counting = NotificationHandler(context, step=self._count)
+        self._lease = Lease(self.backend, self.app, of=f"windows/{agent.name}", events=self._events)
+        self._counting = NotificationHandler(self.context, step=self._count)
         self._locks: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         """By key, so that the calls of one worker do not get in each other's way."""
         self._contents: _Contents | None = None
         self._awaited: tuple[float, int] | None = None
         """A time that has come when everything up to this sequence is settled."""
-        self._failures: dict[tuple[str, int], int] = {}
-        """By key and end of a window, how often the function failed for it."""
-        self._again_at: dict[tuple[str, int], float] = {}
-        self._away_since: dict[tuple[str, int], float] = {}
-        """When it failed first because something is away, on the agent's clock."""
-        self._outage = context.settler.outage
+        self._retries: dict[tuple[str, int], _Retry] = {}
+        """By key and end of a window, for those for which the function has failed."""
+        self._outage = settler.outage
         self._progress_known = WindowProgress()
         """What was read last of what is known for all keys. It counts while a foreign value is in its place."""
         self._refused = _set_event()
@@ -150,13 +138,13 @@ class WindowHandler:
 
     async def close(self, stop: anyio.Event) -> None:
         """Run the function for windows that are over, whenever this worker holds the lease, until `stop`."""
-        in_time = drained(stop, clock=self._context.clock, timeout_seconds=self._drain_timeout_seconds)
+        in_time = drained(stop, clock=self.context.clock, timeout_seconds=self.config.workers.drain_timeout_seconds)
         async with in_time, anyio.create_task_group() as keeping:
             keeping.start_soon(self._bucket.keep_current)
             while not stop.is_set():
                 if self._refused.is_set():
                     seconds = GIVEN_WAY_SECONDS if self._gives_way else CHECK_SECONDS
-                    await clocks.sleep_until(self._context.clock, seconds, stop)
+                    await clocks.sleep_until(self.context.clock, seconds, stop)
                     if not self._gives_way:
                         continue
                 if await self._lease.take(stop):
@@ -167,7 +155,7 @@ class WindowHandler:
 
     async def _count(self, notification: Notification[Any]) -> None:
         """Count a notification. Raises `FinalError` for a late one, and what the author's functions raise."""
-        time, key = self._windowing.time_of(notification), self._windowing.key_of(notification)
+        time, key = self.windowing.time_of(notification), self.windowing.key_of(notification)
         this = notification.sequence, notification.time.timestamp()
         retry = notification.headers.get(RETRIED, "")
         was_missed = False
@@ -178,7 +166,7 @@ class WindowHandler:
             was_missed = found is True
             if found is not None:
                 return state
-            return windows.add(state, notification, self._windowing, time=time, passed=progress.closed, retry=retry)
+            return windows.add(state, notification, self.windowing, time=time, passed=progress.closed, retry=retry)
 
         state = await self._change(window_records.bucket_key(key), add)
         if was_missed or this in state.counted.marked:
@@ -258,15 +246,15 @@ class WindowHandler:
 
         Raises `RefusedError` where another size is stored.
         """
-        size, every = self._windowing.size_seconds, self._windowing.every_seconds
+        size, every = self.windowing.size_seconds, self.windowing.every_seconds
         if not progress.size:
             return structs.replace(progress, size=size, every=every, values=self._states.fingerprint)
         if (progress.size, progress.every) != (size, every):
             raise RefusedError(
-                f"agent {self._agent.name!r} has windows of {_spelled(progress.size, progress.every)}, and the code "
-                f"states {_spelled(size, every)}: take the former ones back, or give the agent another name and a "
+                f"agent {self.context.agent.name!r} has windows of {_spelled(progress.size, progress.every)}, and the "
+                f"code states {_spelled(size, every)}: take the former ones back, or give the agent another name and a "
                 "start. To begin anew under this name, let the former version close its windows, stop all workers and "
-                f"run `aviso-workers agents rm {quoted(f'{self._app}/{self._agent.name}')}`"
+                f"run `aviso-workers agents rm {quoted(f'{self.app}/{self.context.agent.name}')}`"
             )
         return progress
 
@@ -294,20 +282,18 @@ class WindowHandler:
 
     async def _keep_closing(self, stop: anyio.Event) -> None:
         self._awaited = None
-        self._failures.clear()
-        self._again_at.clear()
-        self._away_since.clear()
+        self._retries.clear()
         while not (stop.is_set() or self._refused.is_set()):
             with suppress(BackendError, UndecodableError, OtherVersionError):  # who counts runs into them, and is heard
                 await self._close_due(stop)
-            await clocks.sleep_until(self._context.clock, CHECK_SECONDS, stop)
+            await clocks.sleep_until(self.context.clock, CHECK_SECONDS, stop)
 
     async def _close_due(self, stop: anyio.Event) -> None:
         contents = await self._read()
         await self._note_functions(contents)
         if contents.first_end == math.inf:
             return
-        info = await self._backend.consumer_info(self._stream, self._durable)
+        info = await self.backend.consumer_info(self._stream, self._durable)
         progress = await self._settle(info, contents)
         passed = await self._pass(info, contents, progress)
         idle = self._is_idle(info, contents)
@@ -343,13 +329,12 @@ class WindowHandler:
         await self._advance(lambda progress: structs.replace(progress, functions=own))
         if before:
             changed = tuple(name for name in own if own[name] != before.get(name))
-            self._events.emit(WindowFunctionsChanged(agent=self._agent.name, functions=changed))
+            self._events.emit(WindowFunctionsChanged(agent=self.context.agent.name, functions=changed))
 
     def _report_unreadable(self, entry: Entry, error: UndecodableError) -> None:
         if entry.foreign:
             return  # the backend has told of it
-        stream = f"KV_{window_records.bucket_of(self._app, self._agent.name)}"
-        self._events.emit(Unreadable(stream=stream, sequence=entry.revision, error=error))
+        self._events.emit(Unreadable(stream=f"KV_{self._bucket.name}", sequence=entry.revision, error=error))
 
     async def _settle(self, info: ConsumerInfo, contents: _Contents) -> WindowProgress:
         """Note how far everything is settled, and remove the pages that nobody needs after that."""
@@ -376,28 +361,28 @@ class WindowHandler:
         if info.ack_floor < sequence and (info.num_pending or info.num_ack_pending):
             return known
         self._awaited = None
-        passed = self._windowing.last_end(time - self._windowing.lateness_seconds)
+        passed = self.windowing.last_end(time - self.windowing.lateness_seconds)
         if passed > known:
             await self._advance(lambda progress: structs.replace(progress, closed=max(progress.closed, passed)))
         return max(passed, known)
 
     def _is_idle(self, info: ConsumerInfo, contents: _Contents) -> bool:
         """Return whether the agent was given nothing for long, by the server's clock: the worker's may be wrong."""
-        if self._windowing.idle_seconds is None or info.num_pending or info.num_ack_pending:
+        if self.windowing.idle_seconds is None or info.num_pending or info.num_ack_pending:
             return False
         delivered = info.last_delivered.timestamp() if info.last_delivered else NEVER
-        return info.time.timestamp() - max(contents.stored, delivered) >= self._windowing.idle_seconds
+        return info.time.timestamp() - max(contents.stored, delivered) >= self.windowing.idle_seconds
 
     async def _close(self, key: str, until: int) -> None:
         state = await self._update(key, lambda state: windows.close(state, until))
         for end in windows.due(state):
-            place, now = (key, end), self._context.clock.monotonic()
-            if self._again_at.get(place, -math.inf) <= now and self._outage.begins(again=place in self._again_at):
-                await self._finish(windows.window(state, key, end, size=self._windowing.size_seconds), end)
+            known, now = self._retries.get((key, end)), self.context.clock.monotonic()
+            if (known is None or known.again_at <= now) and self._outage.begins(again=known is not None):
+                await self._finish(windows.window(state, key, end, size=self.windowing.size_seconds), end)
 
     async def _finish(self, window: Window[Any], end: int) -> None:
         """Run the function, publish, and forget the window; or see to it that it is run again."""
-        context, place = self._context, (window.key, end)
+        context, place = self.context, (window.key, end)
         began = context.clock.monotonic()
         with context.outputs.keys() as keys:
             keys.begin_with(f"{window.start:%Y%m%dT%H%M%SZ}", of=f"{window.end.isoformat()} {window.key}")
@@ -408,12 +393,10 @@ class WindowHandler:
         again = self._again_in_seconds(place, verdict)
         if again is None:
             await self._update(window.key, lambda state: windows.without(state, end))
-            self._failures.pop(place, None)
-            self._again_at.pop(place, None)
-            self._away_since.pop(place, None)
+            self._retries.pop(place, None)
         self._events.emit(
             WindowDone(
-                agent=self._agent.name,
+                agent=self.context.agent.name,
                 key=window.key,
                 start=window.start,
                 end=window.end,
@@ -428,20 +411,20 @@ class WindowHandler:
 
     async def _judge(self, window: Window[Any], end: int, failure: Failure) -> Ack | Verdict:
         """Return what becomes of a window for which the function has failed; its dead letter is stored."""
-        start = end - self._windowing.size_seconds
-        bucket, spelled = window_records.bucket_of(self._app, self._agent.name), window_records.bucket_key(window.key)
+        start, known = end - self.windowing.size_seconds, self._retries.get((window.key, end), _Retry())
+        bucket, spelled = self._bucket.name, window_records.bucket_key(window.key)
         kept = window_records.KeptWindow(start=start, end=end, value=window.value, values=self._states.fingerprint)
         message = Message(
             subject=f"$KV.{bucket}.{spelled}",
             data=payloads.to_json(kept),
             timestamp_ns=max(0, end) * 1_000_000_000,
         )
-        return await self._context.settler.judge_window(
+        return await self.context.settler.judge_window(
             message,
             failure,
             window=window,
-            failures=self._failures.get((window.key, end), 0),
-            away_seconds=self._away_seconds((window.key, end)),
+            failures=known.failures,
+            away_seconds=None if known.away_since is None else self.context.clock.monotonic() - known.away_since,
             stream=f"KV_{bucket}",
             part=f"{spelled}@{start}",
         )
@@ -450,18 +433,24 @@ class WindowHandler:
         """After how long the function is to be run again for a window; None where it is not."""
         if not isinstance(verdict, Again):
             return None
-        now = self._context.clock.monotonic()
+        now = self.context.clock.monotonic()
+        known = self._retries.setdefault(place, _Retry())
         if verdict.reason not in NO_ATTEMPT:
-            self._failures[place] = self._failures.get(place, 0) + 1
-        elif verdict.reason == UNAVAILABLE:
-            self._away_since.setdefault(place, now)
-        self._again_at[place] = now + verdict.after_seconds
+            known.failures += 1
+        elif verdict.reason == UNAVAILABLE and known.away_since is None:
+            known.away_since = now
+        known.again_at = now + verdict.after_seconds
         return verdict.after_seconds
 
-    def _away_seconds(self, place: tuple[str, int]) -> float | None:
-        """For how long what the function needs for a window is away; None where it was not."""
-        since = self._away_since.get(place)
-        return None if since is None else self._context.clock.monotonic() - since
+
+class _Retry(Struct):
+    """A window for which the function is run again."""
+
+    failures: int = 0
+    again_at: float = 0.0
+    """On the agent's clock, as the next."""
+    away_since: float | None = None
+    """When it failed first because something is away."""
 
 
 class _Contents:
