@@ -9,7 +9,7 @@ copy of it is put together in memory or on disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from aviso_workers.ops.backups import archive, encryption, increments, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.prefetch import Prefetch, prefetched
-from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
+from aviso_workers.ops.backups.s2 import Pieces, Readable
 from aviso_workers.ops.backups.storage import (
     Backup,
     CountedFile,
@@ -29,6 +29,7 @@ from aviso_workers.ops.backups.storage import (
     ignore,
     load,
     opened,
+    readable,
 )
 
 MAX_LINKS = 40
@@ -124,8 +125,12 @@ def opened_entries(
     """Open the entries of the stream as it was backed up, from all links of the chain. Raises as
     `opened_own_entries`.
     """
-    *before, last = chain(backup)
-    with _merged(before, last, identities, progress) as entries:
+    full, *increments_after = chain(backup)
+    with ExitStack() as stack:
+        entries = stack.enter_context(opened_own_entries(full, identities, progress=progress))
+        for link in increments_after:
+            own = stack.enter_context(opened_own_entries(link, identities, progress=progress))
+            entries = _explained(link, increments.merge(own, entries))
         yield entries
 
 
@@ -202,18 +207,6 @@ def _links(backup: Backup) -> tuple[list[Backup], BackupError | None]:
 
 
 @contextmanager
-def _merged(
-    before: list[Backup], last: Backup, identities: Identities | None, progress: Progress
-) -> Iterator[Iterator[ArchiveEntry]]:
-    with opened_own_entries(last, identities, progress=progress) as own:
-        if not before:
-            yield own
-            return
-        with _merged(before[:-1], before[-1], identities, progress) as earlier:
-            yield _explained(last, increments.merge(own, earlier))
-
-
-@contextmanager
 def _opened_own(backup: Backup, identities: Identities | None, progress: Progress) -> Iterator[Readable]:
     with opened(backup) as file:
         if not backup.encrypted:
@@ -226,9 +219,5 @@ def _opened_own(backup: Backup, identities: Identities | None, progress: Progres
 
 
 def _explained(backup: Backup, entries: Iterator[ArchiveEntry]) -> Iterator[ArchiveEntry]:
-    try:
+    with readable(backup):
         yield from entries
-    except MalformedError as error:
-        raise BackupError(f"{backup.archive} is damaged: {error}") from error
-    except OSError as error:
-        raise BackupError(f"cannot read {backup.archive}: {error.strerror}") from error

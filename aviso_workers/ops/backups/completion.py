@@ -25,7 +25,7 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin, StreamSnapshot
@@ -156,14 +156,6 @@ def _encoded(message: Message) -> bytes:
     )
 
 
-class _MessagePlace(Struct, frozen=True, gc=False):
-    """The properties of a message that count for the state of its stream."""
-
-    sequence: int
-    timestamp_ns: int
-    size: int
-
-
 class _Merge:
     """A merge of archives of one stream, the oldest first. Of a message that several have, the first is taken. The last
     but one is what the server sent, and has the consumers.
@@ -182,23 +174,24 @@ class _Merge:
     def count(self) -> SnapshotState:
         """Return the stream's state with the messages of all archives. Raises `BackupError`."""
         newest: defaultdict[bytes, deque[int]] = defaultdict(deque)
-        places: dict[int, _MessagePlace] = {}
+        sizes: dict[int, int] = {}
+        times_ns: dict[int, int] = {}
         for entry in self._messages():
-            size = archive.stored_bytes(entry, in_memory=self._in_memory)
-            places[entry.sequence] = _MessagePlace(entry.sequence, entry.timestamp_ns, size)
+            sizes[entry.sequence] = archive.stored_bytes(entry, in_memory=self._in_memory)
+            times_ns[entry.sequence] = entry.timestamp_ns
             if self._most:
                 newest[entry.name].append(entry.sequence)
                 if len(newest[entry.name]) > self._most:
                     self._replaced.add(newest[entry.name].popleft())
-        kept = [place for sequence, place in places.items() if sequence not in self._replaced]
+        kept = [sequence for sequence in sizes if sequence not in self._replaced]
         # That of the archive: a reader of the stream may have come or gone since the server said what it would send.
         with closing(self._entries(self._received)) as sent:
             before = SnapshotState(msgspec.json.decode(next(sent).body))
         self._state = archive.state_of(
             before,
             messages=len(kept),
-            size=sum(place.size for place in kept),
-            first=(kept[0].sequence, kept[0].timestamp_ns) if kept else None,
+            size=sum(sizes[sequence] for sequence in kept),
+            first=(kept[0], times_ns[kept[0]]) if kept else None,
             last_sequence=self._last_sequence,
         )
         return self._state

@@ -28,9 +28,19 @@ from aviso_workers.ops import aviso_admin
 from aviso_workers.ops.backups import archive, chains, completion, increments, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.s2 import MalformedError, Pieces
+from aviso_workers.ops.backups.s2 import Pieces
 from aviso_workers.ops.backups.spools import Spool
-from aviso_workers.ops.backups.storage import Backup, Draft, Progress, find, ignore, load, locked_backups, place_of
+from aviso_workers.ops.backups.storage import (
+    Backup,
+    Draft,
+    Progress,
+    find,
+    ignore,
+    load,
+    locked_backups,
+    place_of,
+    understood,
+)
 
 
 class NewBackup(Struct, frozen=True, kw_only=True):
@@ -242,11 +252,10 @@ def _archive(
         yield from _read_meanwhile(arriving) if encrypted else arriving
         return
     try:
-        yield from s2.written(increments.encode(archive.entries(Pieces(arriving)), before))
+        with understood(f"the server's archive of {stream} cannot be read"):
+            yield from s2.written(increments.encode(archive.entries(Pieces(arriving)), before))
     except StreamReplacedError as error:
         raise StreamReplacedError(f"{stream}: {error}; it needs a full backup") from error
-    except MalformedError as error:
-        raise BackupError(f"the server's archive of {stream} cannot be read: {error}") from error
 
 
 def _read_meanwhile(arriving: Iterator[bytes]) -> Iterator[bytes]:
@@ -257,15 +266,11 @@ def _read_meanwhile(arriving: Iterator[bytes]) -> Iterator[bytes]:
             seen.append(piece)
             yield piece
 
-    try:
+    with understood("the server's archive of the stream is damaged, so no encrypted backup was made"):
         for _ in archive.entries(Pieces(noted())):
             yield from seen
             seen.clear()
         yield from seen
-    except MalformedError as error:
-        raise BackupError(
-            f"the server's archive of the stream is damaged, so no encrypted backup was made: {error}"
-        ) from error
 
 
 def _arriving(chunks: AsyncGenerator[bytes, None], progress: Progress) -> Iterator[bytes]:

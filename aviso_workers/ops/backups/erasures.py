@@ -109,17 +109,12 @@ def forget(backup: Backup, takes: Takes, *, identities: Identities | None = None
     Raises `BackupError`, also where any of them is there afterwards.
     """
     with locked_backups(backup.directory.resolve().parent, alone=True):
-        return _forget(backup, takes, identities, progress)
-
-
-def _forget(backup: Backup, takes: Takes, identities: Identities | None, progress: Progress) -> int:
-    plan = plan_cleanse(backup, takes, identities=identities, progress=progress)
-    if not plan.removed:
-        return 0
-    cleansed = cleanse(plan, progress=progress)
-    if left := plan_cleanse(cleansed, takes, identities=identities, progress=progress).removed:
-        raise BackupError(f"{backup.directory}: {len(left)} messages are still there")
-    return len(plan.removed)
+        plan = plan_cleanse(backup, takes, identities=identities, progress=progress)
+        if plan.removed:
+            cleansed = cleanse(plan, progress=progress)
+            if left := plan_cleanse(cleansed, takes, identities=identities, progress=progress).removed:
+                raise BackupError(f"{backup.directory}: {len(left)} messages are still there")
+        return len(plan.removed)
 
 
 def of_identifier(

@@ -25,8 +25,8 @@ from aviso_workers.jetstream.specs import LONGEST_NAME
 from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import archive, chains, completion
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.s2 import MalformedError, Pieces
-from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of
+from aviso_workers.ops.backups.s2 import Pieces
+from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of, understood
 from aviso_workers.ops.backups.verification import Contents, read_contents, verify
 
 ENTRIES_SINCE = (2, 15)
@@ -252,10 +252,8 @@ async def read_back(admin: Admin, stream: str) -> Contents:
     async with admin.administration().snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
         in_memory = snapshot.config.storage == "memory"
         entries = archive.entries(Pieces(completion.arriving(chunks)))
-        try:
+        with understood(f"the server's archive of {stream} cannot be read"):
             return await anyio.to_thread.run_sync(lambda: read_contents(entries, in_memory=in_memory))
-        except MalformedError as error:
-            raise BackupError(f"the server's archive of {stream} cannot be read: {error}") from error
 
 
 def _standing_still(config: Mapping[str, Any], name: str) -> dict[str, Any]:

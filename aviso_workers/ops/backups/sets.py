@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import msgspec
@@ -27,7 +25,7 @@ from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.clocks import SKEW
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains
-from aviso_workers.ops.backups.storage import Backup, Moment, load, make_directory, time_of
+from aviso_workers.ops.backups.storage import Backup, Moment, explained, load, locked, make_directory, time_of
 
 NAMED = "set-*.json"
 UNFINISHED = ".unfinished-"
@@ -173,11 +171,9 @@ class SetDraft:
         self._file: IO[bytes]
 
     def __enter__(self) -> SetDraft:
-        try:
+        with explained(f"cannot write {self._left}"):
             make_directory(self._directory)
             self._file = files.create_file(self._left)
-        except OSError as error:
-            raise BackupError(f"cannot write {self._left}: {error.strerror}") from error
         fcntl.flock(self._file, fcntl.LOCK_EX)
         for left in self._directory.glob(UNFINISHED + NAMED):
             if not _is_locked(left):
@@ -185,33 +181,23 @@ class SetDraft:
                     left.unlink()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def finish(self, found: SetRecord) -> Path:
         """Write the set's file, and return its path."""
-        try:
+        with explained(f"cannot write {self._place}", then="the set is not finished"):
             self._file.write(msgspec.json.format(msgspec.json.encode(_File(set=found, digest=found.digest))) + b"\n")
             files.sync(self._file)
             self._left.rename(self._place)
             files.sync_directory(self._directory)
-        except OSError as error:
-            raise BackupError(f"cannot write {self._place}: {error.strerror}; the set is not finished") from error
         return self._place
 
 
 def _is_locked(left: Path) -> bool:
     """Return whether the process that makes the set of this file is alive."""
     try:
-        file = os.open(left, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
+        with locked(left, fcntl.LOCK_SH | fcntl.LOCK_NB):
+            return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)

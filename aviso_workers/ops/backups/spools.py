@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import encryption
 from aviso_workers.ops.backups.s2 import Readable
-from aviso_workers.ops.backups.storage import make_directory
+from aviso_workers.ops.backups.storage import explained, make_directory
 
 
 class Spool:
@@ -62,9 +61,7 @@ class _SpoolReader:
 @contextmanager
 def spool(beside: Path, *, encrypted: bool) -> Iterator[Spool]:
     """Make an empty spool in a directory. Raises `BackupError` where the directory cannot be written to."""
-    try:
+    with explained(f"cannot write to {beside}"):
         make_directory(beside)
         with tempfile.TemporaryFile(dir=beside) as file:
             yield Spool(file, encryption.OwnKey() if encrypted else None)
-    except OSError as error:
-        raise BackupError(f"cannot write to {beside}: {error.strerror}") from error

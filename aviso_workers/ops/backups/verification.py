@@ -16,7 +16,7 @@ from aviso_workers.ops.backups import archive, chains, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError
-from aviso_workers.ops.backups.storage import Backup, CountedFile, Progress, damage, ignore, opened
+from aviso_workers.ops.backups.storage import Backup, CountedFile, Progress, damage, ignore, opened, readable
 
 
 class Contents(Struct, frozen=True, kw_only=True):
@@ -67,11 +67,8 @@ def verify(backup: Backup, *, identities: Identities | None = None, progress: Pr
     if identities is None and any(link.encrypted for link in chains.chain(backup)):
         chains.require_whole(backup)
         return None
-    with chains.opened_entries(backup, identities, progress=progress) as entries:
-        try:
-            contents = read_contents(entries, in_memory=StreamConfig(backup.config).storage == "memory")
-        except MalformedError as error:
-            raise BackupError(f"{backup.archive} is damaged: {error}") from error
+    with readable(backup), chains.opened_entries(backup, identities, progress=progress) as entries:
+        contents = read_contents(entries, in_memory=StreamConfig(backup.config).storage == "memory")
     if contradiction := _contradiction(backup, contents):
         raise BackupError(f"{backup.directory} is damaged: {contradiction}")
     return contents
