@@ -9,7 +9,7 @@ messages. Copies outside of the streams of this account are not searched: see `E
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,10 @@ from aviso_workers.errors import (
 )
 from aviso_workers.ops import audit
 from aviso_workers.ops.aviso_admin import event_type_of
-from aviso_workers.ops.erasure import copies, deletion, records
+from aviso_workers.ops.erasure import copies, deletion, records, suspects
 from aviso_workers.ops.erasure.copies import Matches, Wanted
 from aviso_workers.ops.erasure.records import ErasureRecord, FoundMessages
-from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key, suspects
+from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key
 from aviso_workers.state import delayed_messages
 
 ELSEWHERE = (
@@ -157,7 +157,7 @@ class Eraser:
             unreached.append(_missing(self._wanted.stream))
         unreached += [_without_keys(stream, count) async for stream, count in self._keys_not_met(infos)]
         if self._suspects is None:
-            self._suspects = tuple(await suspects(self._admin, infos, self._values))
+            self._suspects = tuple(await suspects.find(self._admin, infos, self._values))
         return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
 
     async def erase(self, survey: Survey, *, audit: Path, progress: Progress = ignore) -> Survey:
@@ -182,7 +182,7 @@ class Eraser:
         for _ in range(ROUNDS):
             for finding in reversed(_reachable(found)):  # copies before what they are recognised by
                 await deletion.delete(self._admin, finding.stream, finding.sequences, pace=pace, progress=progress)
-            left = await self._survey_again()
+            left = await deletion.steadily(self._survey_again)
             if not _reachable(found := left):
                 break
         ended = datetime.now(UTC)
@@ -216,7 +216,7 @@ class Eraser:
         configs = {name: info.config for name, info in infos.items()}
         for stream in infos:
             if carrier := copies.carrier(stream, configs):
-                await self._add(found, stream, f"copies of {wanted.stream}", wanted.carried_by(carrier))
+                await self._add(found, stream, f"copies of {wanted.stream}", partial(wanted.carried_by, carrier))
         for stream, subjects in self._given_keys(infos).items():
             is_one = partial(_is_one_of, frozenset(subjects))
             await self._add_counted(found, stream, "keys that were given", is_one, subjects)
@@ -260,7 +260,7 @@ class Eraser:
         known = self._known.get(origin, {})
         if same_sequences:
             known = {**self._known.get(self._wanted.stream, {}), **known}
-        return self._wanted.copied_from(origin, name, relation, known, same_sequences=same_sequences)
+        return partial(self._wanted.copied_from, origin, name, relation, known, same_sequences=same_sequences)
 
     async def _survey_others(self, infos: Mapping[str, StreamInfo], found: dict[str, FoundMessages]) -> None:
         """Survey the streams that hold messages of the event type's subjects, as one restored under another name."""
@@ -270,7 +270,7 @@ class Eraser:
             if name.startswith(NO_NOTIFICATIONS):
                 continue
             if await self._admin.subject_counts(name, subject=wanted.subjects):
-                await self._add(found, name, f"messages of {wanted.subjects}", wanted.kept_in(name, known))
+                await self._add(found, name, f"messages of {wanted.subjects}", partial(wanted.kept_in, name, known))
 
     async def _add_counted(
         self, found: dict[str, FoundMessages], stream: str, what: str, matches: Matches, filters: Sequence[str]
@@ -303,11 +303,13 @@ class Eraser:
         self, found: dict[str, FoundMessages], stream: str, what: str, matches: Matches, *, after: int = 0
     ) -> int:
         """Add the messages that match after a sequence, and return the sequence up to which the stream was read."""
+        # Without subjects all messages are read.
+        filters = topics.filter_subjects(self._wanted.where) if stream == self._wanted.stream else ()
         if not after:  # before the reading, which may be served by any of the replicas
-            self._not_current[stream] = await deletion.not_current(self._admin, stream, self._filters(stream))
+            self._not_current[stream] = await deletion.not_current(self._admin, stream, filters)
         last = (await self._admin.stream_info(stream)).last_sequence
         messages = dict(found[stream].messages) if stream in found else {}
-        async for message in self._messages(stream, after, last):
+        async for message in suspects.messages(self._admin, stream, after=after, last=last, subjects=filters):
             if matches(message):
                 messages[message.sequence] = message.timestamp_ns
                 if stream == self._wanted.stream:
@@ -328,30 +330,10 @@ class Eraser:
             return {tokens[position] for position in positions if position < len(tokens)}
         return set()
 
-    def _filters(self, stream: str) -> Sequence[str]:
-        """Return the subjects of the messages that are read of a stream; none for all."""
-        return topics.filter_subjects(self._wanted.where) if stream == self._wanted.stream else ()
-
-    async def _messages(self, stream: str, after: int, last: int) -> AsyncIterator[Message]:
-        reading = self._admin.read_chunks(
-            stream, filter_subjects=self._filters(stream), start_sequence=after + 1, last_sequence=last
-        )
-        async with aclosing(reading):
-            async for chunk in reading:
-                for message in chunk:
-                    yield message
-
     async def _survey_again(self) -> Survey:
         """Survey again when the replicas are current, with retries while leaders are elected."""
-        deadline = anyio.current_time() + CATCH_UP_SECONDS
-        while True:
-            try:
-                await self._until_current()
-                return await self.survey()
-            except UnavailableError:
-                if anyio.current_time() > deadline:
-                    raise
-                await anyio.sleep(POLL_SECONDS)
+        await self._until_current()
+        return await self.survey()
 
     async def _until_current(self) -> None:
         """Wait until the replicas are current, but no longer than `CATCH_UP_SECONDS`."""
