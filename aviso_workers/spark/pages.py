@@ -109,8 +109,8 @@ def _latency(cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     }
     if not times:
         return None
-    low = min(0.0, *(seconds[0] for seconds in times.values()))
-    high = max(low + 1, *(max(seconds[2:]) for seconds in times.values()))
+    low: float = min(0.0, *(seconds[0] for seconds in times.values()))
+    high: float = max(low + 1, *(max(seconds[2:]) for seconds in times.values()))
 
     def x(seconds: float) -> float:
         return LABELS + (seconds - low) * (WIDTH - LABELS - 40) / (high - low)

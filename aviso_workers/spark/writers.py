@@ -275,7 +275,9 @@ class _Task:
                 self._publisher, self._backend, self._writing.event, stream=self._spec.name, chunk=chunk
             )
         answers = await self._publisher.store_answered(self._writing.event, chunk)
-        return [_acknowledgement(answer) for answer in answers]
+        if refused := next((answer for answer in answers if isinstance(answer, ConflictError)), None):
+            raise refused
+        return [answer for answer in answers if isinstance(answer, PubAck)]
 
     def _asked(self, request: Callable[[], Awaitable[T]]) -> T:
         """Return the server's answer to a request, which is retried for as long as publishing is."""
@@ -322,13 +324,6 @@ class _Task:
     def _row(self, batch: pa.RecordBatch, place: int) -> str:
         number = self._written.rows + place
         return f"row {number} of partition {self._partition} {dead_letters.excerpt(batch.slice(place, 1))}"
-
-
-def _acknowledgement(answer: PubAck | ConflictError) -> PubAck:
-    """Return the acknowledgement of a message. Raises `ConflictError` where the server refused what a row expects."""
-    if isinstance(answer, ConflictError):
-        raise answer
-    return answer
 
 
 def _summary(writing: WriteOptions, tasks: Sequence[WrittenRows]) -> str:
