@@ -135,38 +135,30 @@ def opened_entries(
 
 
 @contextmanager
-def opened_archive(backup: Backup, identities: Identities | None, *, progress: Progress = ignore) -> Iterator[Readable]:
+def opened_archive(
+    backup: Backup, identities: Identities | None, *, progress: Progress = ignore, padded: bool = False
+) -> Iterator[Readable]:
     """Open the archive of the stream as a server takes it, from all links of the chain. Raises as
     `opened_own_entries`.
+
+    It may be `padded` for a server that waits while the next message is searched for. A server aborts a restore that
+    receives nothing for 5 seconds. It may take longer to read to the next message of a chain, over those that are gone.
     """
-    if backup.previous is None:
-        with _opened_own(backup, identities, progress) as file:
-            yield file
-        return
-    with opened_entries(backup, identities, progress=progress) as entries:
-        yield Pieces(s2.written(archive.framed(entries)))
-
-
-@contextmanager
-def opened_upload(backup: Backup, identities: Identities | None, *, progress: Progress = ignore) -> Iterator[Readable]:
-    """Open the archive as `opened_archive` does, with padding for a server that waits while the next message is
-    searched for.
-
-    A server aborts a restore that receives nothing for 5 seconds. It may take longer to read to the next message of
-    a chain, over those that are gone.
-    """
-    if backup.previous is None:
-        with _opened_own(backup, identities, progress) as file:
-            yield file
-        return
-    with opened_entries(backup, identities, progress=progress) as entries:
+    with ExitStack() as stack:
+        if backup.previous is None:
+            yield stack.enter_context(_opened_own(backup, identities, progress))
+            return
+        entries = stack.enter_context(opened_entries(backup, identities, progress=progress))
+        chunks = s2.written(archive.framed(entries))
+        if not padded:
+            yield Pieces(chunks)
+            return
 
         def make(put: Callable[[bytes], None]) -> None:
-            for chunk in s2.written(archive.framed(entries)):
+            for chunk in chunks:
                 put(chunk)
 
-        with prefetched(make) as chunks:
-            yield _Padded(chunks)
+        yield _Padded(stack.enter_context(prefetched(make)))
 
 
 class _Padded:

@@ -32,6 +32,7 @@ from aviso_workers.ops.backups.s2 import Pieces
 from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import (
     Backup,
+    BackupRecord,
     Draft,
     Progress,
     find,
@@ -134,13 +135,9 @@ async def create(
         def write() -> Backup:
             with Draft(place, encrypt_to=encrypt_to) as draft:
                 draft.write_all(_archive(stream, _arriving(chunks, progress), before, encrypted=bool(encrypt_to)))
-                return draft.finish(
-                    config=snapshot.config,
-                    state=snapshot.state,
-                    made=made,
-                    server_version=server.server_version,
-                    previous=chains.link_to(since) if since else None,
-                )
+                previous = chains.link_to(since) if since else None
+                record = BackupRecord(made=made, server_version=server.server_version, previous=previous)
+                return draft.finish(snapshot.config, snapshot.state, record)
 
         return await anyio.to_thread.run_sync(write)
 

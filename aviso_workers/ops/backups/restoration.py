@@ -14,7 +14,7 @@ from uuid import uuid4
 import anyio
 import anyio.to_thread
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin
@@ -153,19 +153,13 @@ async def require_restorable(
         )
     _require_reader(admin, backup)
     chains.require_identities(backup, identities)
-    await anyio.to_thread.run_sync(_require_whole, backup)
+    # Nothing less than a verification would find a flipped bit in a backup of another program.
+    await anyio.to_thread.run_sync(chains.require_whole if backup.record else verify, backup)
 
 
 def _require_reader(admin: Admin, backup: Backup) -> None:
     if backup.of_entries:
         admin.connection.require_server(*ENTRIES_SINCE, to=f"restore {backup.directory}")
-
-
-def _require_whole(backup: Backup) -> None:
-    if backup.record is None:
-        verify(backup)  # nothing less would find a flipped bit
-    else:
-        chains.require_whole(backup)
 
 
 async def _require_free(admin: Admin, config: Mapping[str, Any]) -> None:
@@ -215,7 +209,7 @@ async def upload(
 
     Where it `stays_unfinished`, it keeps its mark and has no subjects. Raises as `Administration.restore` does.
     """
-    with chains.opened_upload(backup, identities, progress=progress) as file:
+    with chains.opened_archive(backup, identities, progress=progress, padded=True) as file:
 
         async def read(size: int) -> bytes:
             return await anyio.to_thread.run_sync(file.read, size)
@@ -338,10 +332,5 @@ def merge(
         Draft(place, encrypt_to=encrypt_to) as draft,
     ):
         draft.write_all(iter(partial(file.read, PIECE_BYTES), b""))
-        return draft.finish(
-            config=backup.config,
-            state=backup.state,
-            made=backup.made,
-            server_version=backup.record.server_version if backup.record else None,
-            cleansed=backup.record.cleansed if backup.record else None,
-        )
+        record = structs.replace(backup.facts, previous=None, digests_before=())
+        return draft.finish(backup.config, backup.state, record)

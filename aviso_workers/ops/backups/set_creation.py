@@ -62,7 +62,7 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
     """
     admin.connection.require_server(2, 15, to="back up all streams as a set")
     made = datetime.now(UTC)
-    with sets.SetDraft(to, made) as draft:
+    with sets.draft(to, made) as finish:
         before = await _streams(admin)
         if not before:
             raise BackupError("the account has no streams that could be backed up as a set")
@@ -98,7 +98,7 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
             for each in backups
         ]
         finished = SetRecord(made=made, finished=datetime.now(UTC), members=members, positions=positions)
-        return MadeSet(file=draft.finish(finished), failures=[], backups=backups)
+        return MadeSet(file=finish(finished), failures=[], backups=backups)
 
 
 async def _through_election(request: Callable[[], Awaitable[T]]) -> T:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from aviso_workers import files
 from aviso_workers.aviso.codec import UNREADABLE_JSON
@@ -90,9 +90,9 @@ class BackupRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When the snapshot began, UTC."""
     server_version: str | None
     """The version of the server that we were connected to; None where another program made the backup."""
-    archive_sha256: str
+    archive_sha256: str = ""
     """The digest of the archive's file, as it is on the disk."""
-    meta_sha256: str
+    meta_sha256: str = ""
     """The digest of configuration, state and `previous` as JSON without spaces, its keys sorted."""
     previous: Previous | None = None
     """None where the backup is a full one."""
@@ -143,9 +143,14 @@ class Backup(Struct, frozen=True, kw_only=True):
         return self.archive.name.endswith(ENCRYPTED)
 
     @property
+    def facts(self) -> BackupRecord:
+        """The record; where another program made the backup, what would be in it."""
+        return self.record or BackupRecord(made=self.made, server_version=None)
+
+    @property
     def previous(self) -> Previous | None:
         """The link to the backup that this one was made after; None where it is a full one."""
-        return self.record.previous if self.record else None
+        return self.facts.previous
 
 
 def load(directory: Path) -> Backup:
@@ -339,34 +344,22 @@ class Draft:
             self._file.write(data)
         self._sha256.update(data)
 
-    def finish(
-        self,
-        *,
-        config: Mapping[str, Any],
-        state: Mapping[str, Any],
-        made: datetime,
-        server_version: str | None,
-        previous: Previous | None = None,
-        cleansed: datetime | None = None,
-        digests_before: tuple[str, ...] = (),
-    ) -> Backup:
-        """Write the metadata, put the backup in place, and return it. Raises `BackupError` also where the archive is
-        not complete; that of an encrypted one was checked while it was written.
+    def finish(self, config: Mapping[str, Any], state: Mapping[str, Any], record: BackupRecord) -> Backup:
+        """Write the metadata, put the backup in place, and return it. The record gets the digests and the recipients.
+
+        Raises `BackupError` also where the archive is not complete; that of an encrypted one was checked while it was
+        written.
         """
-        record = BackupRecord(
-            made=made,
-            server_version=server_version,
+        record = structs.replace(
+            record,
             archive_sha256=self._sha256.hexdigest(),
-            meta_sha256=_digest(config, state, previous),
-            previous=previous,
+            meta_sha256=_digest(config, state, record.previous),
             encrypted_to=self._encrypt_to,
-            cleansed=cleansed,
-            digests_before=digests_before,
         )
         with self._explained():
             files.sync(self._file)
             self._file.close()
-            name = INCREMENT if previous else OF_ENTRIES
+            name = INCREMENT if record.previous else OF_ENTRIES
             if not self._encrypt_to:
                 name = name if self._check_end() else OF_FILES
             (self._directory / OF_ENTRIES).rename(self._directory / (name + ENCRYPTED * bool(self._encrypt_to)))
