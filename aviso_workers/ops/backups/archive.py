@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import s2
@@ -70,6 +72,32 @@ class StreamState(Struct, frozen=True, gc=False):
     last_seq: Count
     consumer_count: Count
     last_ts: str
+
+
+class StoredConsumer(Struct, frozen=True):
+    """A consumer as its backup has it, in JetStream's words."""
+
+    state: dict[str, Any]
+    config: dict[str, Any] = {}
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the consumer is durable, so that it outlives its readers."""
+        return bool(self.config.get("durable_name"))
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the consumer stays until it is deleted."""
+        return self.is_durable and not self.config.get("inactive_threshold")
+
+
+def consumer(entry: ArchiveEntry) -> tuple[str, StoredConsumer]:
+    """Return the name of the consumer in an entry, and the consumer. Raises `MalformedError`."""
+    name = entry.name.removeprefix(CONSUMERS)
+    try:
+        return name.decode(), msgspec.json.decode(entry.body, type=StoredConsumer)
+    except UNREADABLE_JSON as error:
+        raise MalformedError(f"consumer {name.decode(errors='replace')}: {error}") from error
 
 
 def has_entries(file: Readable) -> bool:

@@ -27,9 +27,9 @@ from aviso_workers.jetstream import metadata
 from aviso_workers.ops import aviso_admin
 from aviso_workers.ops.backups import archive, chains, completion, increments, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
+from aviso_workers.ops.backups.completion import Spool
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import Pieces
-from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import (
     Backup,
     BackupRecord,

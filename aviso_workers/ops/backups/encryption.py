@@ -1,7 +1,7 @@
 """Encryption of archives to public keys, in the format of age, so that a backup may be stored anywhere.
 
-Called by `storage`, `chains` and `spools`. Followed: age-encryption.org/v1, by the library pyrage; the programs age and
-rage read what is written here, and `age-keygen` makes keys. Whoever makes backups needs the recipients' public keys
+Called by `storage`, `chains` and `completion`. Followed: age-encryption.org/v1, by the library pyrage; the programs age
+and rage read what is written here, and `age-keygen` makes keys. Whoever makes backups needs the recipients' public keys
 only. What is read is authenticated piece by piece, and a file that breaks off is an error at its end. The format does
 not say who encrypted: whoever has the public key and may write to the directory can put another backup there.
 """

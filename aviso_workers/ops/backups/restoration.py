@@ -7,16 +7,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import anyio
 import anyio.to_thread
-import msgspec
 from msgspec import Struct, structs
 
-from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream import metadata, specs
@@ -24,9 +23,10 @@ from aviso_workers.jetstream.info import SnapshotState, StreamConfig, StreamInfo
 from aviso_workers.jetstream.specs import LONGEST_NAME
 from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import archive, chains, completion
+from aviso_workers.ops.backups.archive import StoredConsumer
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import Pieces
-from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of, understood
+from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of, readable, understood
 from aviso_workers.ops.backups.verification import Contents, read_contents, verify
 
 ENTRIES_SINCE = (2, 15)
@@ -254,59 +254,17 @@ def _standing_still(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in AT_WORK} | {"name": name, "subjects": [name]}
 
 
-class _ConsumerConfig(Struct, frozen=True):
-    durable_name: str = ""
-    inactive_threshold: int = 0
-
-
-class _Delivered(Struct, frozen=True):
-    stream_seq: int
-
-
-class _State(Struct, frozen=True):
-    """A consumer's state as JetStream has it, as far as it is needed here."""
-
-    delivered: _Delivered
-    pending: dict[str, Any] | None = None
-
-
-class StoredConsumer(Struct, frozen=True):
-    """A consumer as its backup has it: its configuration and its state."""
-
-    config: _ConsumerConfig
-    state: _State
-
-    @property
-    def is_durable(self) -> bool:
-        """Whether the consumer is durable, so that it outlives its readers."""
-        return bool(self.config.durable_name)
-
-    @property
-    def lasts(self) -> bool:
-        """Whether the consumer stays until it is deleted."""
-        return self.is_durable and not self.config.inactive_threshold
-
-
 def consumers_in(backup: Backup, identities: Identities | None) -> Mapping[str, StoredConsumer]:
     """Return the consumers in a backup by name; none for the archive of a server before 2.15, which cannot be read
     here.
 
     Raises `BackupError`.
     """
-    found: dict[str, StoredConsumer] = {}
     if not backup.of_entries:
-        return found
-    with chains.opened_entries(backup, identities) as entries:
-        for entry in entries:
-            if entry.sequence:
-                break
-            if entry.name.startswith(archive.CONSUMERS):
-                name = entry.name.removeprefix(archive.CONSUMERS).decode()
-                try:
-                    found[name] = msgspec.json.decode(entry.body, type=StoredConsumer)
-                except UNREADABLE_JSON as error:
-                    raise BackupError(f"{backup.archive} is damaged: consumer {name}: {error}") from error
-    return found
+        return {}
+    with readable(backup), chains.opened_entries(backup, identities) as entries:
+        of_stream = takewhile(lambda entry: not entry.sequence, entries)
+        return dict(archive.consumer(entry) for entry in of_stream if entry.name.startswith(archive.CONSUMERS))
 
 
 def merge(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -41,12 +40,6 @@ class Contents(Struct, frozen=True, kw_only=True):
         was taken.
         """
         return self.state.messages - self.messages
-
-
-class _ConsumerEntry(Struct, frozen=True):
-    """The entry of a consumer, without its configuration."""
-
-    state: dict[str, Any]
 
 
 def verify(backup: Backup, *, identities: Identities | None = None, progress: Progress = ignore) -> Contents | None:
@@ -93,8 +86,8 @@ def _read_contents(entries: Iterator[ArchiveEntry], *, in_memory: bool) -> Conte
         if not entry.sequence:
             if messages or not entry.name.startswith(archive.CONSUMERS):
                 raise MalformedError(f"it has an unknown entry {entry.name.decode(errors='replace')!r}")
-            consumer = msgspec.json.decode(entry.body, type=_ConsumerEntry)
-            consumers[entry.name.removeprefix(archive.CONSUMERS).decode()] = ConsumerState(consumer.state)
+            name, consumer = archive.consumer(entry)
+            consumers[name] = ConsumerState(consumer.state)
             continue
         entry.name.decode()  # a subject is text
         if entry.sequence <= last:
