@@ -9,12 +9,12 @@ into a tar archive; those can be checked for completeness, but not read.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.aviso.literals import SECOND
@@ -155,6 +155,11 @@ def encode(name: bytes, data: bytes, *, timestamp_ns: int, sequence: int = 0, he
     time = timestamp_ns << 1 if timestamp_ns >= 0 else ~(timestamp_ns << 1)
     fields = (len(name), time, sequence, len(headers), len(data))
     return b"".join(map(_varint, fields)) + name + headers + data
+
+
+def with_state(head: ArchiveEntry, state: Mapping[str, Any]) -> ArchiveEntry:
+    """Return the first entry of an archive with another state of the stream."""
+    return structs.replace(head, raw=encode(head.name, msgspec.json.encode(state), timestamp_ns=head.timestamp_ns))
 
 
 def framed(entries: Iterator[ArchiveEntry]) -> Iterator[bytes]:

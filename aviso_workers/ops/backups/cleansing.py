@@ -104,9 +104,7 @@ def _replace(change: Cleansed, plan: CleansePlan, progress: Progress) -> None:
 def _kept(
     entries: Iterator[ArchiveEntry], state: Mapping[str, Any], removed: Set[tuple[int, int]]
 ) -> Iterator[ArchiveEntry]:
-    head = next(entries)
-    said = archive.encode(head.name, msgspec.json.encode(state), timestamp_ns=head.timestamp_ns)
-    yield structs.replace(head, raw=said)
+    yield archive.with_state(next(entries), state)
     for entry in entries:
         if not entry.sequence or _identity(entry) not in removed:
             yield entry

@@ -23,6 +23,7 @@ import tempfile
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contextmanager
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
@@ -204,21 +205,13 @@ class _Merge:
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the merged archive in pieces. Call `count` before."""
-        return s2.written(self._raw())
+        return s2.written(archive.framed(self._merged()))
 
-    def _raw(self) -> Iterator[bytes]:
-        yield archive.MAGIC
+    def _merged(self) -> Iterator[ArchiveEntry]:
         with closing(self._entries(self._received)) as sent:
-            head = next(sent)
-            yield archive.encode(head.name, msgspec.json.encode(self._state), timestamp_ns=head.timestamp_ns)
-            for entry in sent:
-                if entry.sequence:
-                    break
-                yield entry.raw
-        for entry in self._messages():
-            if entry.sequence not in self._replaced:
-                yield entry.raw
-        yield archive.END
+            yield archive.with_state(next(sent), self._state)
+            yield from takewhile(lambda entry: not entry.sequence, sent)
+        yield from (entry for entry in self._messages() if entry.sequence not in self._replaced)
 
     def _messages(self) -> Iterator[ArchiveEntry]:
         last = 0
