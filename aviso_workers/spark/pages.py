@@ -28,6 +28,13 @@ LAST_CHARACTERS = 16
 LEAST = 2.0
 """Pixels of a bar that should be seen, however little it stands for."""
 HOUR = timedelta(hours=1)
+STATES = {
+    (True, True): "complete, late",
+    (True, False): "complete",
+    (False, True): "late",
+    (False, False): "not due yet",
+}
+"""By whether a cycle is complete, and whether it is late."""
 SHARES = ("p50", "p95", "p99")
 TIME_STEPS = (1, 5, 15, 60, 300, 900, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400, 7 * 86400, 30 * 86400)
 
@@ -83,19 +90,8 @@ def _cycle(cycle: Mapping[str, Any]) -> list[str]:
     """Return the row of a cycle in the table of all."""
     numbers = [f"{cycle[name]:,}" for name in ("expected", "arrived", "in_time")]
     latency = [span(seconds) for seconds in cycle["latency_seconds"] or ()] or ["–"] * 3
-    return [cycle["cycle"], _state(cycle), _moment(cycle["due"]), _moment(cycle["last_arrival"]), *numbers, *latency]
-
-
-def _state(cycle: Mapping[str, Any]) -> str:
-    match cycle["cycle_complete"], cycle["cycle_late"]:
-        case True, True:
-            return "complete, late"
-        case True, _:
-            return "complete"
-        case _, True:
-            return "late"
-        case _:
-            return "not due yet"
+    state = STATES[bool(cycle["cycle_complete"]), bool(cycle["cycle_late"])]
+    return [cycle["cycle"], state, _moment(cycle["due"]), _moment(cycle["last_arrival"]), *numbers, *latency]
 
 
 def _latency(cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
