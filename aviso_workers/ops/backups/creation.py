@@ -32,13 +32,13 @@ from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import Pieces
 from aviso_workers.ops.backups.storage import (
     Backup,
-    BackupRecord,
     Draft,
     Progress,
     find,
     ignore,
     load,
     locked_backups,
+    new_record,
     place_of,
     understood,
 )
@@ -136,7 +136,7 @@ async def create(
             with Draft(place, encrypt_to=encrypt_to) as draft:
                 draft.write_all(_archive(stream, _arriving(chunks, progress), before, encrypted=bool(encrypt_to)))
                 previous = chains.link_to(since) if since else None
-                record = BackupRecord(made=made, server_version=server.server_version, previous=previous)
+                record = new_record(made, server_version=server.server_version, previous=previous)
                 return draft.finish(snapshot.config, snapshot.state, record)
 
         return await anyio.to_thread.run_sync(write)

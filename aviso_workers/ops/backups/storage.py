@@ -90,9 +90,9 @@ class BackupRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When the snapshot began, UTC."""
     server_version: str | None
     """The version of the server that we were connected to; None where another program made the backup."""
-    archive_sha256: str = ""
+    archive_sha256: str
     """The digest of the archive's file, as it is on the disk."""
-    meta_sha256: str = ""
+    meta_sha256: str
     """The digest of configuration, state and `previous` as JSON without spaces, its keys sorted."""
     previous: Previous | None = None
     """None where the backup is a full one."""
@@ -106,6 +106,11 @@ class BackupRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def digest(self) -> str:
         return hashlib.sha256(f"{self.meta_sha256} {self.archive_sha256}".encode()).hexdigest()
+
+
+def new_record(made: datetime, *, server_version: str | None, previous: Previous | None = None) -> BackupRecord:
+    """Return the record of a backup in the making, which gets its digests from `Draft.finish`."""
+    return BackupRecord(made=made, server_version=server_version, archive_sha256="", meta_sha256="", previous=previous)
 
 
 class _Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -145,7 +150,7 @@ class Backup(Struct, frozen=True, kw_only=True):
     @property
     def facts(self) -> BackupRecord:
         """The record; where another program made the backup, what would be in it."""
-        return self.record or BackupRecord(made=self.made, server_version=None)
+        return self.record or new_record(self.made, server_version=None)
 
     @property
     def previous(self) -> Previous | None:
