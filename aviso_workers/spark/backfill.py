@@ -9,7 +9,7 @@ came to its end.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -37,7 +37,6 @@ TOPIC, REASON = "topic", "reason"
 WRITTEN = re.compile(r"[^/_.][^/]*\.parquet")
 """The files of the table of dead letters, below its directory."""
 
-Step = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 IN_ORDER = "sequence"
 
 
@@ -66,8 +65,9 @@ def backfill(
     the field because they are older than it. Raises `PipelineError` where there are rows for it and it
     is None, `UnknownEventTypeError`, and `UnavailableError` where no server is reached.
     """
+    event_type = load_config(config).event_type(event)
     named = rows if "id" in rows.columns else rows.withColumn("id", identity())
-    filled = _filled(named, event, load_config(config).event_type(event), fill or {})
+    filled = _filled(named, event, event_type, fill or {})
     checked = check(filled, event, config=config).persist()
     try:
         bad, good = checked.where("reason IS NOT NULL"), checked.where("reason IS NULL").drop("reason")
@@ -76,7 +76,7 @@ def backfill(
             raise _refusal(bad, refused, event)
         if refused:
             _add_dead_letters(bad, str(dead_letters))
-        absent = without_stored(_with_fields_of(good, load_config(config).event_type(event)), event, config=config)
+        absent = without_stored(_with_fields_of(good, event_type), event, config=config)
         published = publish_once(absent, event, config=config)
         return Backfilled(published=published, present=good.count() - published, refused=refused)
     finally:
@@ -92,7 +92,20 @@ def check(rows: DataFrame, event: str, *, config: str | None = None) -> DataFram
     event_type = load_config(config).event_type(event)
     others = [field for field in rows.schema.fields if field.name not in (TOPIC, REASON)]
     wanted = StructType([*others, StructField(TOPIC, StringType()), StructField(REASON, StringType())])
-    return rows.mapInArrow(_checking(event, event_type, wanted.names), wanted)
+    names = wanted.names
+
+    def step(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        writer = NotificationWriter(event, event_type)
+        for batch in batches:
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+            pairs = zip(columns["identifier"].to_pylist(), columns["payload"].to_pylist(), strict=True)
+            found = [_topic_or_reason(writer, identifier, payload) for identifier, payload in pairs]
+            topics = pa.array([topic for topic, _ in found], pa.string())
+            columns[TOPIC] = pc.coalesce(topics, columns[TOPIC]) if TOPIC in columns else topics
+            columns[REASON] = pa.array([reason for _, reason in found], pa.string())
+            yield pa.RecordBatch.from_arrays([columns[name] for name in names], names=names)
+
+    return rows.mapInArrow(step, wanted)
 
 
 def matching(rows: DataFrame, event: str, where: Mapping[str, Any], *, config: str | None = None) -> DataFrame:
@@ -104,7 +117,14 @@ def matching(rows: DataFrame, event: str, where: Mapping[str, Any], *, config: s
         return rows
     event_type = load_config(config).event_type(event)
     prepared = schema.parse_where(event, event_type, where)
-    return rows.mapInArrow(_matching(event, event_type, prepared), rows.schema)
+
+    def step(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        reader = NotificationReader(event, event_type, where=prepared)
+        for batch in batches:
+            pairs = zip(batch.column("topic").to_pylist(), batch.column("identifier").to_pylist(), strict=True)
+            yield batch.filter(pa.array([_matches(reader, topic, identifier) for topic, identifier in pairs]))
+
+    return rows.mapInArrow(step, rows.schema)
 
 
 def _filled(rows: DataFrame, event: str, event_type: EventType, values: Mapping[str, str]) -> DataFrame:
@@ -129,21 +149,6 @@ def _with_fields_of(checked: DataFrame, event_type: EventType) -> DataFrame:
     return checked.withColumn("identifier", F.struct(*(column.alias(field) for field, column in found.items())))
 
 
-def _checking(event: str, event_type: EventType, names: Sequence[str]) -> Step:
-    def step(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        writer = NotificationWriter(event, event_type)
-        for batch in batches:
-            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            pairs = zip(columns["identifier"].to_pylist(), columns["payload"].to_pylist(), strict=True)
-            found = [_topic_or_reason(writer, identifier, payload) for identifier, payload in pairs]
-            topics = pa.array([topic for topic, _ in found], pa.string())
-            columns[TOPIC] = pc.coalesce(topics, columns[TOPIC]) if TOPIC in columns else topics
-            columns[REASON] = pa.array([reason for _, reason in found], pa.string())
-            yield pa.RecordBatch.from_arrays([columns[name] for name in names], names=names)
-
-    return step
-
-
 def _topic_or_reason(writer: NotificationWriter, identifier: Any, payload: Any) -> tuple[str | None, str | None]:
     values = {
         field: value.isoformat() if hasattr(value, "isoformat") else value
@@ -157,16 +162,6 @@ def _topic_or_reason(writer: NotificationWriter, identifier: Any, payload: Any) 
         return None, f"the payload is not JSON: {error}"
     except InvalidNotificationError as error:
         return None, str(error)
-
-
-def _matching(event: str, event_type: EventType, where: schema.Where) -> Step:
-    def step(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        reader = NotificationReader(event, event_type, where=where)
-        for batch in batches:
-            pairs = zip(batch.column("topic").to_pylist(), batch.column("identifier").to_pylist(), strict=True)
-            yield batch.filter(pa.array([_matches(reader, topic, identifier) for topic, identifier in pairs]))
-
-    return step
 
 
 def _matches(reader: NotificationReader, topic: str, identifier: Mapping[str, Any]) -> bool:

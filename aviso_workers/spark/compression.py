@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from struct import Struct
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from aviso_workers.errors import UndecodableError
 from aviso_workers.spark import installed
@@ -77,12 +77,15 @@ class _ZstdFrames:
 class _Blocks(ABC):
     """A decompressor for codecs of blocks, each of which is decompressed when it is complete."""
 
-    def __init__(self, codec: str) -> None:
+    _name: ClassVar[str]
+    """Arrow's name of the codec."""
+
+    def __init__(self) -> None:
         try:
             import pyarrow  # slow to import, and needed for these codecs only
         except ImportError as error:
-            raise ImportError(f"reading {codec} needs pyarrow: {installed.FOR_EVENT_LOGS}") from error
-        self._codec: Any = pyarrow.Codec(codec)
+            raise ImportError(f"reading {self._name} needs pyarrow: {installed.FOR_EVENT_LOGS}") from error
+        self._codec: Any = pyarrow.Codec(self._name)
         self._pending = bytearray()
 
     @property
@@ -111,8 +114,7 @@ class _Blocks(ABC):
 
 
 class _Lz4Blocks(_Blocks):
-    def __init__(self) -> None:
-        super().__init__("lz4_raw")
+    _name = "lz4_raw"
 
     def _next(self) -> bytes | None:
         if not LZ4_MAGIC.startswith(self._pending[: len(LZ4_MAGIC)]):
@@ -134,9 +136,8 @@ class _Lz4Blocks(_Blocks):
 
 
 class _SnappyBlocks(_Blocks):
-    def __init__(self) -> None:
-        super().__init__("snappy")
-        self._begun = False
+    _name = "snappy"
+    _begun = False
 
     def _next(self) -> bytes | None:
         if not self._begun or self._pending[:1] == SNAPPY_MAGIC[:1]:  # no size of a block begins so

@@ -9,7 +9,7 @@ import gc
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from os.path import exists
 from typing import Any, TypeVar
 
@@ -38,8 +38,8 @@ class BlockingConnection:
         self.backend = backend
         self._portal = portal
 
-    def call(self, what: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        return self._portal.call(what, *arguments)
+    def call(self, what: Callable[..., Awaitable[T]], *arguments: Any, **named: Any) -> T:
+        return self._portal.call(partial(what, *arguments, **named))
 
 
 @contextmanager

@@ -64,22 +64,27 @@ TRUNCATED = "ends in the middle of an event: it is read on when it grows"
 UNREADABLE_CODECS = ("lzf",)
 
 
-class ListedFile(Struct, frozen=True, kw_only=True):
-    """A file as the listing of a directory shows it."""
+class LogFile(Struct, frozen=True, kw_only=True):
+    """A file of a log, as the listing of its directory shows it."""
 
     path: str
     size: int
     modified: float
     """Seconds since 1970."""
 
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
 
-class LogFile(ListedFile, frozen=True, kw_only=True):
-    index: int
-    """Its place in the order of the log: from 1, or 0 where the log is a single file."""
+    @property
+    def index(self) -> int:
+        """Its place in the order of the log: from 1, or 0 where the log is a single file."""
+        rolled = ROLLED_FILE.fullmatch(self.name)
+        return int(rolled[1]) if rolled else 0
 
     @property
     def codec(self) -> str:
-        return os.path.basename(self.path).removesuffix(IN_PROGRESS).removesuffix(COMPACTED).partition(".")[2]
+        return self.name.removesuffix(IN_PROGRESS).removesuffix(COMPACTED).partition(".")[2]
 
     @property
     def compacted(self) -> bool:
@@ -237,7 +242,7 @@ def _is_part(name: str) -> bool:
     return ROLLED_FILE.fullmatch(name) is not None or name.startswith(APP_STATUS)
 
 
-def _listed_part(entry: os.DirEntry[str]) -> ListedFile:
+def _listed_part(entry: os.DirEntry[str]) -> LogFile:
     try:
         return _listed(entry.path)
     except FileNotFoundError as error:
@@ -254,34 +259,28 @@ def _single_snapshot(path: str) -> EventLog:
         return single_log(path, _listed(path))
 
 
-def _listed(path: str) -> ListedFile:
+def _listed(path: str) -> LogFile:
     found = os.stat(path)
-    return ListedFile(path=path, size=found.st_size, modified=found.st_mtime)
+    return LogFile(path=path, size=found.st_size, modified=found.st_mtime)
 
 
-def rolling_log(path: str, listed: Iterable[ListedFile]) -> EventLog:
+def rolling_log(path: str, listed: Iterable[LogFile]) -> EventLog:
     """Return the log of a directory with these files; what is not of Spark's writing is left out."""
-    files, complete, modified = [], False, 0.0
-    for file in listed:
-        name = os.path.basename(file.path)
-        if match := ROLLED_FILE.fullmatch(name):
-            files.append(LogFile(**structs.asdict(file), index=int(match[1])))
-        elif name.startswith(APP_STATUS):
-            # Where a rename is a copy, both are there for a moment.
-            complete = complete or not name.endswith(IN_PROGRESS)
-        else:
-            continue
-        modified = max(modified, file.modified)
+    parts = [file for file in listed if _is_part(file.name)]
+    files = [file for file in parts if not file.name.startswith(APP_STATUS)]
     first = max((file.place for file in files if file.compacted), default=(0, False))
-    files = sorted((file for file in files if file.place >= first), key=lambda file: file.place)
-    return EventLog(path=path, files=tuple(files), complete=complete, modified=modified)
+    return EventLog(
+        path=path,
+        files=tuple(sorted((file for file in files if file.place >= first), key=lambda file: file.place)),
+        # Where a rename is a copy, both are there for a moment.
+        complete=any(part.name.startswith(APP_STATUS) and not part.name.endswith(IN_PROGRESS) for part in parts),
+        modified=max((part.modified for part in parts), default=0.0),
+    )
 
 
-def single_log(path: str, listed: ListedFile) -> EventLog:
+def single_log(path: str, file: LogFile) -> EventLog:
     """Return the log at `path` that is this one file."""
-    file = LogFile(**structs.asdict(listed), index=0)
-    complete = not listed.path.endswith(IN_PROGRESS)
-    return EventLog(path=path, files=(file,), complete=complete, modified=listed.modified)
+    return EventLog(path=path, files=(file,), complete=not file.path.endswith(IN_PROGRESS), modified=file.modified)
 
 
 def _open_here(path: str) -> OpenFile:

@@ -52,20 +52,8 @@ AGAIN_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
 DRAIN_MILLISECONDS = 2000
 """How long closing waits for what Spark has already put into its queues."""
-METHODS = frozenset(
-    f"on{event}"
-    for event in (
-        "ApplicationStart",
-        "ApplicationEnd",
-        "JobStart",
-        "JobEnd",
-        "StageSubmitted",
-        "StageCompleted",
-        "ExecutorAdded",
-        "ExecutorRemoved",
-        "OtherEvent",
-    )
-)
+EVENTS = "ApplicationStart ApplicationEnd JobStart JobEnd StageSubmitted StageCompleted ExecutorAdded ExecutorRemoved"
+METHODS = frozenset(f"on{event}" for event in [*EVENTS.split(), "OtherEvent"])
 """The methods of a SparkListener that are used here: none about tasks, which are called most often."""
 QUERY_EVENT = "org.apache.spark.sql.streaming.StreamingQueryListener$Query"
 
@@ -261,11 +249,7 @@ class _SparkListener:
     def __getattr__(self, name: str) -> Callable[[Any], None]:
         if not name.startswith("on"):
             raise AttributeError(name)
-        return self._methods.get(name, _ignore)
-
-
-def _ignore(event: Any) -> None:
-    pass
+        return self._methods.get(name, lambda event: None)
 
 
 def _listen_to_queries(spark: Any, receive: Callable[[str], None]) -> Callable[[], None]:

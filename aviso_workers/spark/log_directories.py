@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from aviso_workers.spark import event_log, installed
-from aviso_workers.spark.event_log import EventLog, ListedFile, OpenFile
+from aviso_workers.spark.event_log import EventLog, LogFile, OpenFile
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "hdfs": "hdfs"}
 """What Arrow calls the file systems of URLs that can be read."""
@@ -145,7 +145,7 @@ class _RemoteDirectory:
                 self._system, self._root = _file_system(self._url)
             listed = self._system.get_file_info(fs.FileSelector(self._root, recursive=True))
         files = (
-            ListedFile(path=self._path(file.path), size=file.size, modified=(file.mtime_ns or 0) / 1e9)
+            LogFile(path=self._path(file.path), size=file.size, modified=(file.mtime_ns or 0) / 1e9)
             for file in listed
             if file.type == fs.FileType.File
         )
@@ -252,9 +252,9 @@ def _file_system(url: str) -> tuple[Any, str]:
     return system, root.rstrip("/")
 
 
-def _logs(directory: str, files: Iterable[ListedFile]) -> dict[str, EventLog]:
+def _logs(directory: str, files: Iterable[LogFile]) -> dict[str, EventLog]:
     """Return the event logs that these files of a directory make, by path."""
-    rolling: dict[str, list[ListedFile]] = {}
+    rolling: dict[str, list[LogFile]] = {}
     single: dict[str, EventLog] = {}
     for file in files:
         above, _, name = file.path.rpartition("/")

@@ -121,10 +121,10 @@ def parse_read_options(options: Mapping[str, str], *, streaming: bool | None = N
         least_per_trigger=least,
         trigger_delay_seconds=_duration(given, "maxTriggerDelay", otherwise=ReadOptions().trigger_delay_seconds),
         partitions=_count(given, "numPartitions") or ReadOptions().partitions,
-        fail_on_data_loss=_flag(given, "failOnDataLoss", otherwise=True),
-        include_headers=_flag(given, "includeHeaders", otherwise=False),
+        fail_on_data_loss=_choice(given, "failOnDataLoss", of=("true", "false")) == "true",
+        include_headers=_choice(given, "includeHeaders", of=("true", "false"), otherwise="false") == "true",
         payload_schema=given.get("payloadSchema"),
-        mode=_mode(given),
+        mode=_choice(given, "mode", of=("PERMISSIVE", "FAILFAST")),
     )
 
 
@@ -136,11 +136,15 @@ def parse_write_options(options: Mapping[str, str], *, streaming: bool = False) 
         raise InvalidOptionError("writing needs the option event: the event type whose notifications the rows are")
     if ("queryId" in given) != ("batchId" in given):
         raise InvalidOptionError("options queryId and batchId say together which batch is written: give both")
+    if "onDuplicate" in given and "msgIdColumn" not in given:
+        raise InvalidOptionError(
+            "option onDuplicate needs msgIdColumn: without it only the same row of the same write is a duplicate"
+        )
     return WriteOptions(
         event=given["event"],
         config=given.get("config"),
         id_column=given.get("msgIdColumn"),
-        on_duplicate=_on_duplicate(given),
+        on_duplicate=_choice(given, "onDuplicate", of=("count", "fail")),
         dead_letters=_directory(given, "deadLetters"),
         trace=_trace(given),
         query_id=given.get("queryId"),
@@ -231,11 +235,12 @@ def _duration(given: Mapping[str, str], name: str, *, otherwise: int) -> int:
         raise InvalidOptionError(f"option {name}: {error}") from error
 
 
-def _flag(given: Mapping[str, str], name: str, *, otherwise: bool) -> bool:
-    value = given.get(name, str(otherwise)).lower()
-    if value not in ("true", "false"):
-        raise InvalidOptionError(f"option {name} must be true or false, not {given[name]!r}")
-    return value == "true"
+def _choice(given: Mapping[str, str], name: str, *, of: tuple[str, str], otherwise: str = "") -> Any:
+    """Return one of two values, in whatever case it is given; the first unless `otherwise`, where it is not."""
+    value = given.get(name, otherwise or of[0])
+    if not (found := [each for each in of if each.lower() == value.lower()]):
+        raise InvalidOptionError(f"option {name} must be {' or '.join(of)}, not {value!r}")
+    return found[0]
 
 
 def _number(given: Mapping[str, str], name: str) -> int | None:
@@ -259,24 +264,6 @@ def _trace(given: Mapping[str, str]) -> dict[str, str]:
         return trace_contexts.headers(given)
     except ValueError as error:
         raise InvalidOptionError(f"option {error}") from error
-
-
-def _on_duplicate(given: Mapping[str, str]) -> Any:
-    value = given.get("onDuplicate", "count").lower()
-    if value not in ("count", "fail"):
-        raise InvalidOptionError(f"option onDuplicate must be count or fail, not {given['onDuplicate']!r}")
-    if "onDuplicate" in given and "msgIdColumn" not in given:
-        raise InvalidOptionError(
-            "option onDuplicate needs msgIdColumn: without it only the same row of the same write is a duplicate"
-        )
-    return value
-
-
-def _mode(given: Mapping[str, str]) -> Any:
-    mode = given.get("mode", "PERMISSIVE").upper()
-    if mode not in ("PERMISSIVE", "FAILFAST"):
-        raise InvalidOptionError(f"option mode must be PERMISSIVE or FAILFAST, not {given['mode']!r}")
-    return mode
 
 
 def where_of(reading: ReadOptions, fields: Iterable[str]) -> dict[str, Any]:

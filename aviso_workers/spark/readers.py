@@ -12,7 +12,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, closing
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
@@ -95,12 +95,6 @@ class DriverRequests:
         self._open = ExitStack()
         self._connection: BlockingConnection | None = None
 
-    def __enter__(self) -> DriverRequests:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         self._connection = None
         self._open.close()
@@ -144,11 +138,25 @@ class DriverRequests:
 
     def count(self, start: int) -> int:
         """Return how many messages match from that sequence on."""
-        plan = self._plan
-        return self.ask(lambda one: one.call(_count, one.backend, plan.stream, plan.filters, start))
+        filters = self._plan.filters
+        return self.ask(
+            lambda one: one.call(one.backend.count, self._plan.stream, filter_subjects=filters, start_sequence=start)
+        )
 
 
-class BatchReader(DataSourceReader):
+class _Reader:
+    """The part that both readers share: what is read, and the reading of a partition in a task."""
+
+    def __init__(self, plan: ReadPlan, wanted: StructType) -> None:
+        check_wanted(wanted, plan.layout, reading=plan.reading)
+        self._plan = plan
+        self._wanted = wanted
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        return _batches(self._plan, self._wanted, partition)
+
+
+class BatchReader(_Reader, DataSourceReader):
     """A read of what a stream holds when the query is planned.
 
     It takes no filters from Spark, though Spark offers them, those on fields of the identifier too. PySpark 4.3 keeps
@@ -157,14 +165,9 @@ class BatchReader(DataSourceReader):
     doubled without a word. What the server is to leave out, the `where` options say.
     """
 
-    def __init__(self, plan: ReadPlan, wanted: StructType) -> None:
-        check_wanted(wanted, plan.layout, reading=plan.reading)
-        self._plan = plan
-        self._wanted = wanted
-
     def partitions(self) -> Sequence[InputPartition]:
         plan, reading = self._plan, self._plan.reading
-        with DriverRequests(plan) as requests:
+        with closing(DriverRequests(plan)) as requests:
             info = requests.info()
             first = info.first_sequence if reading.start in (None, "earliest") else _number(plan, info)
             last = info.last_sequence if reading.end == "latest" else min(reading.end, info.last_sequence)
@@ -176,13 +179,10 @@ class BatchReader(DataSourceReader):
         if first <= last:
             first = _from_what_is_left(plan, info, first)
         created = offsets.created(info)
-        return list(offsets.split(first, last, partitions=reading.partitions, created=created))
-
-    def read(self, partition: InputPartition) -> Iterator[Any]:
-        return _batches(self._plan, self._wanted, partition)
+        return offsets.split(first, last, partitions=reading.partitions, created=created)
 
 
-class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """A read of what is added to a stream, in micro-batches of sequences.
 
     Spark keeps one of these in a process of the driver, where it plans and never reads: that has a connection, from
@@ -190,9 +190,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """
 
     def __init__(self, plan: ReadPlan, wanted: StructType) -> None:
-        check_wanted(wanted, plan.layout, reading=plan.reading)
-        self._plan = plan
-        self._wanted = wanted
+        super().__init__(plan, wanted)
         self._target: int | None = None
         """With Trigger.AvailableNow: where the query ends."""
         self._planned = 0
@@ -217,9 +215,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         reading = self._plan.reading
         if reading.most_per_trigger is not None:
             return ReadMaxRows(reading.most_per_trigger)
-        if reading.least_per_trigger is not None:
-            return ReadMinRows(reading.least_per_trigger)
-        return ReadAllAvailable()
+        return ReadAllAvailable() if reading.least_per_trigger is None else ReadMinRows(reading.least_per_trigger)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         known = Offset.parse(start)
@@ -251,9 +247,6 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         info = self._last_seen()
         first = self._left(info, begin).sequence + 1
         return offsets.split(first, until.sequence, partitions=until.partitions, created=until.created)
-
-    def read(self, partition: InputPartition) -> Iterator[Any]:
-        return _batches(self._plan, self._wanted, partition)
 
     def stop(self) -> None:
         self._requests.close()
@@ -328,14 +321,14 @@ def _chunks(plan: ReadPlan, range: Range) -> Iterator[Chunk]:
     first, left = range.first, tries(PATIENCE_SECONDS, now=time.monotonic())
     while first <= range.last:
         try:
-            with connected(settings) as connection, ExitStack() as closing:
+            with connected(settings) as connection, ExitStack() as stack:
                 first = _left_in(connection, plan, range, first)
                 if first > range.last:
                     return
                 reading = connection.backend.read_chunks(
                     plan.stream, filter_subjects=plan.filters, start_sequence=first, last_sequence=range.last
                 )
-                closing.callback(connection.call, reading.aclose)
+                stack.callback(connection.call, reading.aclose)
                 while first <= range.last and (chunk := connection.call(anext, reading, None)) is not None:
                     _left_in(connection, plan, range, first, read=chunk.sequences)
                     yield chunk
@@ -413,10 +406,6 @@ def _info(connection: BlockingConnection, stream: str) -> StreamInfo:
             f"there is no stream {stream}: publish to it first, or make it with `aviso-workers streams apply`",
             code=error.code,
         ) from error
-
-
-async def _count(backend: Backend, stream: str, filters: Sequence[str], start: int) -> int:
-    return await backend.count(stream, filter_subjects=filters, start_sequence=start)
 
 
 async def _first_since(backend: Backend, stream: str, since: datetime, info: StreamInfo) -> int:

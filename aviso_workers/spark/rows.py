@@ -84,11 +84,15 @@ class Rows:
         identifier = {field: self._spelled(field, values) for field, values in self._identifier(batch).items()}
         found = self._subjects(identifier) if self._all_routed else None
         data = self._bodies(batch)
+        if self._required and NO_PAYLOAD in data:
+            raise InvalidPayloadError(f"{self._event}: a payload is required")
         if found is None:
             subjects, headers = self._one_by_one(identifier, data)
         else:
             subjects, headers = found.to_pylist(), [None] * len(data)
-        self._check_sizes(data, headers)
+        size = max(map(publisher.size_of, data, headers) if any(headers) else map(len, data), default=0)
+        if size > self._most_bytes:
+            raise publisher.too_large(self._event, size, most=self._most_bytes)
         messages = OutgoingChunk(subjects=subjects, data=data, headers=headers, message_ids=())
         return structs.replace(messages, message_ids=ids.of(batch, messages))
 
@@ -96,19 +100,12 @@ class Rows:
         self, identifier: Mapping[str, pa.DictionaryArray], data: Sequence[bytes]
     ) -> tuple[list[str], list[Mapping[str, str] | None]]:
         """Return the subjects and the headers of rows that are encoded one by one."""
-        rows = zip(*(_values(column) for column in identifier.values()), strict=True)
+        rows = zip(*(column.cast(pa.string()).to_pylist() for column in identifier.values()), strict=True)
         messages = [
             codec.addressed(self._event, self._event_type, dict(zip(identifier, row, strict=True)), body)
             for row, body in zip(rows, data, strict=True)
         ]
         return [message.subject for message in messages], [message.headers for message in messages]
-
-    def _check_sizes(self, data: Sequence[bytes], headers: Sequence[Mapping[str, str] | None]) -> None:
-        size = max(map(len, data), default=0)
-        if any(headers):
-            size = max(map(publisher.size_of, data, headers))
-        if size > self._most_bytes:
-            raise publisher.too_large(self._event, size, most=self._most_bytes)
 
     def _only(self, field: str) -> EventType:
         """Return the event type with this field alone, to check a value of the field."""
@@ -174,12 +171,6 @@ class Rows:
         return subjects if longest <= SURELY_SHORT else None
 
     def _bodies(self, batch: pa.RecordBatch) -> list[bytes]:
-        data = self._encoded(batch)
-        if self._required and NO_PAYLOAD in data:
-            raise InvalidPayloadError(f"{self._event}: a payload is required")
-        return data
-
-    def _encoded(self, batch: pa.RecordBatch) -> list[bytes]:
         names = batch.schema.names
         if "payload" not in names:
             return [NO_PAYLOAD] * len(batch)
@@ -195,11 +186,6 @@ class Rows:
         if pa.types.is_map(column.type):
             rows = [None if row is None else dict(row) for row in rows]
         return [payloads.encode(self._event, row) for row in rows]
-
-
-def _values(column: pa.DictionaryArray) -> list[str]:
-    values: list[str] = column.cast(pa.string()).to_pylist()
-    return values
 
 
 class MessageIds(Protocol):

@@ -33,7 +33,13 @@ T = TypeVar("T")
 
 SHORT_NUMBER = r"^-?[0-9]{1,18}$"
 """A number that Arrow reads, and faster than its rule does. Any 18 digits fit into 64 bits."""
-READS_AS = {IntHandler: "BIGINT", FloatHandler: "DOUBLE", DateHandler: "DATE"}
+TEXT = ("STRING", pa.string(), str)
+TYPED: Mapping[type, tuple[str, pa.DataType, Callable[[str], Any]]] = {
+    IntHandler: ("BIGINT", pa.int64(), schema.read_int),
+    FloatHandler: ("DOUBLE", pa.float64(), literals.parse_float),
+    DateHandler: ("DATE", pa.date32(), schema.read_date),
+}
+"""By the rule of a field, the types of its values for Spark and for Arrow, and their parser; others are texts."""
 ABSENT = ("", "*")
 """Tokens of a field that the publisher left out."""
 CORRUPT = "_corrupt_record"
@@ -93,7 +99,7 @@ def check_wanted(wanted: StructType, known: Layout, *, reading: ReadOptions) -> 
 
 
 def _columns(reading: ReadOptions, known: Layout) -> dict[str, str]:
-    fields = [f"`{field}` {READS_AS.get(type(rule), 'STRING')}" for field, rule in known.rules.items()]
+    fields = [f"`{field}` {TYPED.get(type(rule), TEXT)[0]}" for field, rule in known.rules.items()]
     found = {
         "event_type": "STRING",
         "sequence": "BIGINT",
@@ -233,17 +239,12 @@ def _typed(texts: pa.Array, rule: Rule, *, escaped: bool) -> pa.Array:
     """Return the values of a field; null where one does not fit its rule, as it may be in a stream that others use."""
     if escaped:
         texts = _decoded(texts)
-    match rule:
-        case IntHandler() if pc.all(pc.match_substring_regex(texts, SHORT_NUMBER)).as_py():
-            return texts.cast(pa.int64())
-        case IntHandler():
-            return pa.array([_parsed(schema.read_int, text) for text in texts.to_pylist()], pa.int64())
-        case FloatHandler():
-            return pa.array([_parsed(literals.parse_float, text) for text in texts.to_pylist()], pa.float64())
-        case DateHandler():
-            return pa.array([_parsed(schema.read_date, text) for text in texts.to_pylist()], pa.date32())
-        case _:
-            return texts
+    _, kind, parse = TYPED.get(type(rule), TEXT)
+    if parse is str:
+        return texts
+    if kind == pa.int64() and pc.all(pc.match_substring_regex(texts, SHORT_NUMBER)).as_py():
+        return texts.cast(kind)
+    return pa.array([_parsed(parse, text) for text in texts.to_pylist()], kind)
 
 
 def _parsed(parse: Callable[[str], T], text: str | None) -> T | None:

@@ -114,8 +114,8 @@ class _RowWriter:
             raise _deleted(self._writing.event, streams_seen[-1])
         if files := [task.dead_letters for task in tasks if task.dead_letters]:
             dead_letters.check_present(str(self._writing.dead_letters), files)
-        summary = _summary(self._writing, tasks)
-        logger.log(logging.WARNING if any(task.duplicates or task.refused for task in tasks) else logging.INFO, summary)
+        level = logging.WARNING if any(task.duplicates or task.refused for task in tasks) else logging.INFO
+        logger.log(level, _summary(self._writing, tasks))
         if unrecorded := next((task.unrecorded for task in tasks if task.unrecorded), ""):
             logger.warning(
                 f"{self._writing.event}: the next batches will not notice where the stream is deleted and created "
@@ -178,15 +178,13 @@ class _Task:
         self._backend = connection.backend
         self._partition = partition
         self._spec = streams.event_stream(event, event_type, settings)
-        self._patience_seconds = settings.notification_backend.jetstream.publish_deadline_seconds
-        management = settings.notification_backend.jetstream.stream_management
-        self._provisioner = Provisioner(connection.backend, management=management, events=Events())
-        self._publisher = _publisher(connection.backend, settings)
-        self._record = (
-            QueryRecord(connection.backend, batch, stream=self._spec.name, patience_seconds=self._patience_seconds)
-            if batch
-            else None
-        )
+        jetstream = settings.notification_backend.jetstream
+        self._patience_seconds = patience = jetstream.publish_deadline_seconds
+        self._provisioner = Provisioner(self._backend, management=jetstream.stream_management, events=Events())
+        self._publisher = _publisher(self._backend, settings)
+        self._record: QueryRecord | None = None
+        if batch:
+            self._record = QueryRecord(self._backend, batch, stream=self._spec.name, patience_seconds=patience)
         self._made = Rows(event, event_type, most_bytes=self._publisher.most_bytes)
         column = writing.id_column
         self._ids = ContentIds(run, partition=partition) if column is None else ColumnIds(column)
@@ -252,9 +250,7 @@ class _Task:
         if not discarded:
             return
         try:
-            replaced = self._connection.call(
-                duplicates.check, self._connection.backend, self._spec.name, chunk, discarded
-            )
+            replaced = self._connection.call(duplicates.check, self._backend, self._spec.name, chunk, discarded)
         except DuplicateIdError as error:
             raise DuplicateIdError(f"{self._row(batch, first + error.place)}: {error}") from error
         if self._writing.on_duplicate == "fail":
@@ -275,7 +271,9 @@ class _Task:
                 self._publisher, self._backend, self._writing.event, stream=self._spec.name, chunk=chunk
             )
         answers = await self._publisher.store_answered(self._writing.event, chunk)
-        return [_acknowledgement(answer) for answer in answers]
+        if refused := next((answer for answer in answers if isinstance(answer, ConflictError)), None):
+            raise refused
+        return [answer for answer in answers if isinstance(answer, PubAck)]
 
     def _asked(self, request: Callable[[], Awaitable[T]]) -> T:
         """Return the server's answer to a request, which is retried for as long as publishing is."""
@@ -322,13 +320,6 @@ class _Task:
     def _row(self, batch: pa.RecordBatch, place: int) -> str:
         number = self._written.rows + place
         return f"row {number} of partition {self._partition} {dead_letters.excerpt(batch.slice(place, 1))}"
-
-
-def _acknowledgement(answer: PubAck | ConflictError) -> PubAck:
-    """Return the acknowledgement of a message. Raises `ConflictError` where the server refused what a row expects."""
-    if isinstance(answer, ConflictError):
-        raise answer
-    return answer
 
 
 def _summary(writing: WriteOptions, tasks: Sequence[WrittenRows]) -> str:

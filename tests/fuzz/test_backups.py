@@ -20,7 +20,7 @@ from aviso_workers.errors import BackupError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import archive, s2
 from aviso_workers.ops.backups.s2 import MalformedError
-from aviso_workers.ops.backups.storage import META, OF_ENTRIES, Draft
+from aviso_workers.ops.backups.storage import META, OF_ENTRIES, Draft, new_record
 from tests.fuzz.mutations import Rounds, mutated, with_another_value
 from tests.ops.backups.entries import backed_up, varint
 from tests.ops.backups.test_chains import MOMENTS
@@ -56,12 +56,8 @@ def backup(tmp_path: Path) -> backups.Backup:
     size = sum(archive.stored_bytes(entry, in_memory=False) for entry in entries if entry.sequence)
     with Draft(tmp_path / "backups" / "MARS" / "one") as draft:
         draft.write_all(s2.written([contents(size)]))
-        return draft.finish(
-            config={"name": "MARS", "subjects": ["mars.>"]},
-            state=state(size),
-            made=datetime.now(UTC),
-            server_version="2.15.0",
-        )
+        record = new_record(datetime.now(UTC), server_version="2.15.0")
+        return draft.finish({"name": "MARS", "subjects": ["mars.>"]}, state(size), record)
 
 
 def spoil(place: Path, meta: bytes, packed: bytes, chance: random.Random) -> None:

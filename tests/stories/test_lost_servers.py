@@ -69,12 +69,13 @@ anyio.run(main)
 """
 SPARK_DRIVER = """
 import sys, time
+from contextlib import closing
 from aviso_workers.errors import AvisoWorkersError
 from aviso_workers.spark.data_source import AvisoDataSource
 from aviso_workers.spark.readers import DriverRequests
 
 source = AvisoDataSource({"config": sys.argv[1], "event": "mars"})
-with DriverRequests(source._plan(True)) as driver:
+with closing(DriverRequests(source._plan(True))) as driver:
     while True:
         try:
             print("the last one is", driver.info().last_sequence, flush=True)

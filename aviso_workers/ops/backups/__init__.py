@@ -11,6 +11,7 @@ from __future__ import annotations
 from aviso_workers.ops.backups.archive import Takes
 from aviso_workers.ops.backups.chains import chain, newest, restorable, size
 from aviso_workers.ops.backups.cleansing import CleansePlan, cleanse, plan_cleanse
+from aviso_workers.ops.backups.completion import Spool
 from aviso_workers.ops.backups.creation import Making, NewBackup, create, create_each, create_next, named_streams
 from aviso_workers.ops.backups.encryption import Identities, read_recipients
 from aviso_workers.ops.backups.erasures import Forgotten, forget, of_identifier, of_subject, one_of_each_chain
@@ -22,7 +23,6 @@ from aviso_workers.ops.backups.set_restore import GoesOn, RestoredStream, restor
 from aviso_workers.ops.backups.sets import BackupSet, load_set, members
 from aviso_workers.ops.backups.sets import find as sets_in
 from aviso_workers.ops.backups.sets import unfinished as unfinished_sets
-from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup, BackupRecord, Progress, find, load, places
 from aviso_workers.ops.backups.verification import Contents, verify
 

@@ -9,12 +9,14 @@ into a tar archive; those can be checked for completeness, but not read.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+import msgspec
+from msgspec import Meta, Struct, structs
 
+from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import s2
@@ -72,6 +74,32 @@ class StreamState(Struct, frozen=True, gc=False):
     last_ts: str
 
 
+class StoredConsumer(Struct, frozen=True):
+    """A consumer as its backup has it, in JetStream's words."""
+
+    state: dict[str, Any]
+    config: dict[str, Any] = {}
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the consumer is durable, so that it outlives its readers."""
+        return bool(self.config.get("durable_name"))
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the consumer stays until it is deleted."""
+        return self.is_durable and not self.config.get("inactive_threshold")
+
+
+def consumer(entry: ArchiveEntry) -> tuple[str, StoredConsumer]:
+    """Return the name of the consumer in an entry, and the consumer. Raises `MalformedError`."""
+    name = entry.name.removeprefix(CONSUMERS)
+    try:
+        return name.decode(), msgspec.json.decode(entry.body, type=StoredConsumer)
+    except UNREADABLE_JSON as error:
+        raise MalformedError(f"consumer {name.decode(errors='replace')}: {error}") from error
+
+
 def has_entries(file: Readable) -> bool:
     """Return whether a file is an archive of entries, and not of files. Raises `MalformedError`."""
     return next(s2.decompressed(file), b"").startswith(MAGIC)
@@ -127,6 +155,11 @@ def encode(name: bytes, data: bytes, *, timestamp_ns: int, sequence: int = 0, he
     time = timestamp_ns << 1 if timestamp_ns >= 0 else ~(timestamp_ns << 1)
     fields = (len(name), time, sequence, len(headers), len(data))
     return b"".join(map(_varint, fields)) + name + headers + data
+
+
+def with_state(head: ArchiveEntry, state: Mapping[str, Any]) -> ArchiveEntry:
+    """Return the first entry of an archive with another state of the stream."""
+    return structs.replace(head, raw=encode(head.name, msgspec.json.encode(state), timestamp_ns=head.timestamp_ns))
 
 
 def framed(entries: Iterator[ArchiveEntry]) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ copy of it is put together in memory or on disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from aviso_workers.ops.backups import archive, encryption, increments, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.prefetch import Prefetch, prefetched
-from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
+from aviso_workers.ops.backups.s2 import Pieces, Readable
 from aviso_workers.ops.backups.storage import (
     Backup,
     CountedFile,
@@ -29,6 +29,7 @@ from aviso_workers.ops.backups.storage import (
     ignore,
     load,
     opened,
+    readable,
 )
 
 MAX_LINKS = 40
@@ -124,44 +125,40 @@ def opened_entries(
     """Open the entries of the stream as it was backed up, from all links of the chain. Raises as
     `opened_own_entries`.
     """
-    *before, last = chain(backup)
-    with _merged(before, last, identities, progress) as entries:
+    full, *increments_after = chain(backup)
+    with ExitStack() as stack:
+        entries = stack.enter_context(opened_own_entries(full, identities, progress=progress))
+        for link in increments_after:
+            own = stack.enter_context(opened_own_entries(link, identities, progress=progress))
+            entries = _explained(link, increments.merge(own, entries))
         yield entries
 
 
 @contextmanager
-def opened_archive(backup: Backup, identities: Identities | None, *, progress: Progress = ignore) -> Iterator[Readable]:
+def opened_archive(
+    backup: Backup, identities: Identities | None, *, progress: Progress = ignore, padded: bool = False
+) -> Iterator[Readable]:
     """Open the archive of the stream as a server takes it, from all links of the chain. Raises as
     `opened_own_entries`.
+
+    It may be `padded` for a server that waits while the next message is searched for. A server aborts a restore that
+    receives nothing for 5 seconds. It may take longer to read to the next message of a chain, over those that are gone.
     """
-    if backup.previous is None:
-        with _opened_own(backup, identities, progress) as file:
-            yield file
-        return
-    with opened_entries(backup, identities, progress=progress) as entries:
-        yield Pieces(s2.written(archive.framed(entries)))
-
-
-@contextmanager
-def opened_upload(backup: Backup, identities: Identities | None, *, progress: Progress = ignore) -> Iterator[Readable]:
-    """Open the archive as `opened_archive` does, with padding for a server that waits while the next message is
-    searched for.
-
-    A server aborts a restore that receives nothing for 5 seconds. It may take longer to read to the next message of
-    a chain, over those that are gone.
-    """
-    if backup.previous is None:
-        with _opened_own(backup, identities, progress) as file:
-            yield file
-        return
-    with opened_entries(backup, identities, progress=progress) as entries:
+    with ExitStack() as stack:
+        if backup.previous is None:
+            yield stack.enter_context(_opened_own(backup, identities, progress))
+            return
+        entries = stack.enter_context(opened_entries(backup, identities, progress=progress))
+        chunks = s2.written(archive.framed(entries))
+        if not padded:
+            yield Pieces(chunks)
+            return
 
         def make(put: Callable[[bytes], None]) -> None:
-            for chunk in s2.written(archive.framed(entries)):
+            for chunk in chunks:
                 put(chunk)
 
-        with prefetched(make) as chunks:
-            yield _Padded(chunks)
+        yield _Padded(stack.enter_context(prefetched(make)))
 
 
 class _Padded:
@@ -202,18 +199,6 @@ def _links(backup: Backup) -> tuple[list[Backup], BackupError | None]:
 
 
 @contextmanager
-def _merged(
-    before: list[Backup], last: Backup, identities: Identities | None, progress: Progress
-) -> Iterator[Iterator[ArchiveEntry]]:
-    with opened_own_entries(last, identities, progress=progress) as own:
-        if not before:
-            yield own
-            return
-        with _merged(before[:-1], before[-1], identities, progress) as earlier:
-            yield _explained(last, increments.merge(own, earlier))
-
-
-@contextmanager
 def _opened_own(backup: Backup, identities: Identities | None, progress: Progress) -> Iterator[Readable]:
     with opened(backup) as file:
         if not backup.encrypted:
@@ -226,9 +211,5 @@ def _opened_own(backup: Backup, identities: Identities | None, progress: Progres
 
 
 def _explained(backup: Backup, entries: Iterator[ArchiveEntry]) -> Iterator[ArchiveEntry]:
-    try:
+    with readable(backup):
         yield from entries
-    except MalformedError as error:
-        raise BackupError(f"{backup.archive} is damaged: {error}") from error
-    except OSError as error:
-        raise BackupError(f"cannot read {backup.archive}: {error.strerror}") from error

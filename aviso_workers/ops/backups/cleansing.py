@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import SnapshotState, StreamConfig
@@ -85,9 +85,9 @@ def cleanse(plan: CleansePlan, *, progress: Progress = ignore) -> Backup:
 
 
 def _replace(change: Cleansed, plan: CleansePlan, progress: Progress) -> None:
-    backup, record = change.backup, change.backup.record
+    backup, record = change.backup, change.backup.facts
     with ExitStack() as stack:
-        draft = stack.enter_context(Draft(backup.directory, encrypt_to=record.encrypted_to if record else ()))
+        draft = stack.enter_context(Draft(backup.directory, encrypt_to=record.encrypted_to))
         entries = stack.enter_context(chains.opened_entries(backup, plan.identities, progress=progress))
         kept = _kept(entries, change.state, plan.removed)
         if backup.previous:
@@ -96,23 +96,15 @@ def _replace(change: Cleansed, plan: CleansePlan, progress: Progress) -> None:
             draft.write_all(s2.written(increments.encode(kept, earlier)))
         else:
             draft.write_all(s2.written(archive.framed(kept)))
-        draft.finish(
-            config=backup.config,
-            state=change.state,
-            made=backup.made,
-            server_version=record.server_version if record else None,
-            previous=backup.previous,
-            cleansed=datetime.now(UTC),
-            digests_before=(*record.digests_before, record.digest) if record else (),
-        )
+        if backup.record:
+            record = structs.replace(record, digests_before=(*record.digests_before, record.digest))
+        draft.finish(backup.config, change.state, structs.replace(record, cleansed=datetime.now(UTC)))
 
 
 def _kept(
     entries: Iterator[ArchiveEntry], state: Mapping[str, Any], removed: Set[tuple[int, int]]
 ) -> Iterator[ArchiveEntry]:
-    head = next(entries)
-    said = archive.encode(head.name, msgspec.json.encode(state), timestamp_ns=head.timestamp_ns)
-    yield msgspec.structs.replace(head, raw=said)
+    yield archive.with_state(next(entries), state)
     for entry in entries:
         if not entry.sequence or _identity(entry) not in removed:
             yield entry

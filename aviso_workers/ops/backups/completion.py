@@ -9,23 +9,30 @@ So of such a stream, messages that were stored since are read as well, up to the
 from there until none is missing. What the stream held at that last moment was either there when the snapshot began and
 stayed, so the snapshot has it, or was stored since and stayed, so it was read. Messages that were replaced are left out
 again.
+
+What is collected meanwhile is in spools: files without a name in the directory of the backups, where there is space for
+a stream. The disk may keep their blocks, so where the backup is to be encrypted the spools are as well: to a key that
+is made for each, and that exists in the memory of this process only.
 """
 
 from __future__ import annotations
 
 import heapq
+import os
+import tempfile
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, closing
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contextmanager
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import anyio
 import anyio.from_thread
 import anyio.to_thread
 import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin, StreamSnapshot
@@ -33,10 +40,10 @@ from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import SnapshotState, StreamConfig, StreamInfo
 from aviso_workers.ops import stream_pairs
-from aviso_workers.ops.backups import archive, s2
+from aviso_workers.ops.backups import archive, encryption, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
-from aviso_workers.ops.backups.s2 import MalformedError
-from aviso_workers.ops.backups.spools import Spool, spool
+from aviso_workers.ops.backups.s2 import MalformedError, Readable
+from aviso_workers.ops.backups.storage import explained, make_directory
 
 PIECE_BYTES = 512 * 1024
 FEW = 20
@@ -156,14 +163,6 @@ def _encoded(message: Message) -> bytes:
     )
 
 
-class _MessagePlace(Struct, frozen=True, gc=False):
-    """The properties of a message that count for the state of its stream."""
-
-    sequence: int
-    timestamp_ns: int
-    size: int
-
-
 class _Merge:
     """A merge of archives of one stream, the oldest first. Of a message that several have, the first is taken. The last
     but one is what the server sent, and has the consumers.
@@ -182,44 +181,37 @@ class _Merge:
     def count(self) -> SnapshotState:
         """Return the stream's state with the messages of all archives. Raises `BackupError`."""
         newest: defaultdict[bytes, deque[int]] = defaultdict(deque)
-        places: dict[int, _MessagePlace] = {}
+        sizes: dict[int, int] = {}
+        times_ns: dict[int, int] = {}
         for entry in self._messages():
-            size = archive.stored_bytes(entry, in_memory=self._in_memory)
-            places[entry.sequence] = _MessagePlace(entry.sequence, entry.timestamp_ns, size)
+            sizes[entry.sequence] = archive.stored_bytes(entry, in_memory=self._in_memory)
+            times_ns[entry.sequence] = entry.timestamp_ns
             if self._most:
                 newest[entry.name].append(entry.sequence)
                 if len(newest[entry.name]) > self._most:
                     self._replaced.add(newest[entry.name].popleft())
-        kept = [place for sequence, place in places.items() if sequence not in self._replaced]
+        kept = [sequence for sequence in sizes if sequence not in self._replaced]
         # That of the archive: a reader of the stream may have come or gone since the server said what it would send.
         with closing(self._entries(self._received)) as sent:
             before = SnapshotState(msgspec.json.decode(next(sent).body))
         self._state = archive.state_of(
             before,
             messages=len(kept),
-            size=sum(place.size for place in kept),
-            first=(kept[0].sequence, kept[0].timestamp_ns) if kept else None,
+            size=sum(sizes[sequence] for sequence in kept),
+            first=(kept[0], times_ns[kept[0]]) if kept else None,
             last_sequence=self._last_sequence,
         )
         return self._state
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the merged archive in pieces. Call `count` before."""
-        return s2.written(self._raw())
+        return s2.written(archive.framed(self._merged()))
 
-    def _raw(self) -> Iterator[bytes]:
-        yield archive.MAGIC
+    def _merged(self) -> Iterator[ArchiveEntry]:
         with closing(self._entries(self._received)) as sent:
-            head = next(sent)
-            yield archive.encode(head.name, msgspec.json.encode(self._state), timestamp_ns=head.timestamp_ns)
-            for entry in sent:
-                if entry.sequence:
-                    break
-                yield entry.raw
-        for entry in self._messages():
-            if entry.sequence not in self._replaced:
-                yield entry.raw
-        yield archive.END
+            yield archive.with_state(next(sent), self._state)
+            yield from takewhile(lambda entry: not entry.sequence, sent)
+        yield from (entry for entry in self._messages() if entry.sequence not in self._replaced)
 
     def _messages(self) -> Iterator[ArchiveEntry]:
         last = 0
@@ -250,3 +242,51 @@ def _pieces(of: Spool) -> Iterator[bytes]:
 async def _following(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
     while piece := await anyio.to_thread.run_sync(next, pieces, b""):
         yield piece
+
+
+class Spool:
+    """An archive that is written once and read as often as needed, also by several readers at once."""
+
+    def __init__(self, file: IO[bytes], key: encryption.OwnKey | None) -> None:
+        self._file = file
+        self._key = key
+
+    def write(self, pieces: Iterable[bytes]) -> None:
+        """Write the archive. Raises what the pieces raise, and OSError."""
+        if self._key:
+            encryption.encrypt(pieces, self._file.write, [self._key.public])
+        else:
+            self._file.writelines(pieces)
+        self._file.flush()
+
+    @contextmanager
+    def opened(self) -> Iterator[Readable]:
+        """Open the archive from its beginning. Reading raises `MalformedError` where the file has changed, OSError."""
+        if not self._key:
+            yield _SpoolReader(self._file)
+            return
+        with encryption.decrypted(_SpoolReader(self._file), self._key.identities) as plain:
+            yield plain
+
+
+class _SpoolReader:
+    """A reader of a file from its beginning, with a position of its own."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.name = "a temporary file"
+        self._number = file.fileno()
+        self._at = 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = os.pread(self._number, size, self._at)
+        self._at += len(data)
+        return data
+
+
+@contextmanager
+def spool(beside: Path, *, encrypted: bool) -> Iterator[Spool]:
+    """Make an empty spool in a directory. Raises `BackupError` where the directory cannot be written to."""
+    with explained(f"cannot write to {beside}"):
+        make_directory(beside)
+        with tempfile.TemporaryFile(dir=beside) as file:
+            yield Spool(file, encryption.OwnKey() if encrypted else None)

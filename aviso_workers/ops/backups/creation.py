@@ -27,10 +27,21 @@ from aviso_workers.jetstream import metadata
 from aviso_workers.ops import aviso_admin
 from aviso_workers.ops.backups import archive, chains, completion, increments, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
+from aviso_workers.ops.backups.completion import Spool
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.s2 import MalformedError, Pieces
-from aviso_workers.ops.backups.spools import Spool
-from aviso_workers.ops.backups.storage import Backup, Draft, Progress, find, ignore, load, locked_backups, place_of
+from aviso_workers.ops.backups.s2 import Pieces
+from aviso_workers.ops.backups.storage import (
+    Backup,
+    Draft,
+    Progress,
+    find,
+    ignore,
+    load,
+    locked_backups,
+    new_record,
+    place_of,
+    understood,
+)
 
 
 class NewBackup(Struct, frozen=True, kw_only=True):
@@ -124,13 +135,9 @@ async def create(
         def write() -> Backup:
             with Draft(place, encrypt_to=encrypt_to) as draft:
                 draft.write_all(_archive(stream, _arriving(chunks, progress), before, encrypted=bool(encrypt_to)))
-                return draft.finish(
-                    config=snapshot.config,
-                    state=snapshot.state,
-                    made=made,
-                    server_version=server.server_version,
-                    previous=chains.link_to(since) if since else None,
-                )
+                previous = chains.link_to(since) if since else None
+                record = new_record(made, server_version=server.server_version, previous=previous)
+                return draft.finish(snapshot.config, snapshot.state, record)
 
         return await anyio.to_thread.run_sync(write)
 
@@ -242,11 +249,10 @@ def _archive(
         yield from _read_meanwhile(arriving) if encrypted else arriving
         return
     try:
-        yield from s2.written(increments.encode(archive.entries(Pieces(arriving)), before))
+        with understood(f"the server's archive of {stream} cannot be read"):
+            yield from s2.written(increments.encode(archive.entries(Pieces(arriving)), before))
     except StreamReplacedError as error:
         raise StreamReplacedError(f"{stream}: {error}; it needs a full backup") from error
-    except MalformedError as error:
-        raise BackupError(f"the server's archive of {stream} cannot be read: {error}") from error
 
 
 def _read_meanwhile(arriving: Iterator[bytes]) -> Iterator[bytes]:
@@ -257,15 +263,11 @@ def _read_meanwhile(arriving: Iterator[bytes]) -> Iterator[bytes]:
             seen.append(piece)
             yield piece
 
-    try:
+    with understood("the server's archive of the stream is damaged, so no encrypted backup was made"):
         for _ in archive.entries(Pieces(noted())):
             yield from seen
             seen.clear()
         yield from seen
-    except MalformedError as error:
-        raise BackupError(
-            f"the server's archive of the stream is damaged, so no encrypted backup was made: {error}"
-        ) from error
 
 
 def _arriving(chunks: AsyncGenerator[bytes, None], progress: Progress) -> Iterator[bytes]:

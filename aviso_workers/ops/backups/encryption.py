@@ -1,7 +1,7 @@
 """Encryption of archives to public keys, in the format of age, so that a backup may be stored anywhere.
 
-Called by `storage`, `chains` and `spools`. Followed: age-encryption.org/v1, by the library pyrage; the programs age and
-rage read what is written here, and `age-keygen` makes keys. Whoever makes backups needs the recipients' public keys
+Called by `storage`, `chains` and `completion`. Followed: age-encryption.org/v1, by the library pyrage; the programs age
+and rage read what is written here, and `age-keygen` makes keys. Whoever makes backups needs the recipients' public keys
 only. What is read is authenticated piece by piece, and a file that breaks off is an error at its end. The format does
 not say who encrypted: whoever has the public key and may write to the directory can put another backup there.
 """
@@ -90,12 +90,12 @@ def read_recipients(said: Iterable[str]) -> tuple[str, ...]:
 
 def encrypt(pieces: Iterable[bytes], write: Callable[[bytes], object], recipients: Sequence[str]) -> None:
     """Write the pieces encrypted to public keys. Raises what the pieces and `write` raise."""
-    source, target = _PlainSource(pieces), _Target(write)
+    ends = _Ends(pieces, write)
     try:
-        _pyrage().encrypt_io(source, target, [_recipient(key) for key in recipients])
+        _pyrage().encrypt_io(ends, ends, [_recipient(key) for key in recipients])
     finally:
-        if error := source.error or target.error:
-            raise error from None  # the library keeps its text only, and passes over one at the end
+        if ends.error:
+            raise ends.error from None  # the library keeps its text only, and passes over one at the end
 
 
 @contextmanager
@@ -135,38 +135,33 @@ class _PieceWriter:
         pass
 
 
-class _PlainSource:
-    """A file for pyrage to read plain data from, which keeps the error of a read."""
+class _Ends:
+    """A file for pyrage to read plain data from and write encrypted data to, which keeps the first error."""
 
-    def __init__(self, pieces: Iterable[bytes]) -> None:
-        self._file = Pieces(iter(pieces))
-        self.error: Exception | None = None
-
-    def read(self, size: int) -> bytes:
-        try:
-            return self._file.read(size)
-        except Exception as error:
-            self.error = error
-            raise
-
-
-class _Target:
-    """A file for pyrage to write encrypted data to, which keeps the error of a write."""
-
-    def __init__(self, write: Callable[[bytes], object]) -> None:
+    def __init__(self, pieces: Iterable[bytes], write: Callable[[bytes], object]) -> None:
+        self._plain = Pieces(iter(pieces))
         self._write = write
         self.error: Exception | None = None
 
+    def read(self, size: int) -> bytes:
+        with self._kept():
+            return self._plain.read(size)
+
     def write(self, data: bytes) -> int:
-        try:
+        with self._kept():
             self._write(bytes(data))
-        except Exception as error:
-            self.error = error
-            raise
         return len(data)
 
     def flush(self) -> None:
         pass
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or error
+            raise
 
 
 def _keys_of(said: str) -> list[str]:

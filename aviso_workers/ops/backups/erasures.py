@@ -38,21 +38,20 @@ class Forgotten:
     ) -> None:
         self._wanted = wanted
         self._keys = {subject for key in keys for subject in suspects.subjects_of_key(*suspects.parse_key(key))}
-        self._erased = {message for record in records for finding in record.found for message in finding.messages}
+        findings = [(record.stream, finding) for record in records for finding in record.found]
+        self._erased = {message for _, finding in findings for message in finding.messages}
         self._originals = {
-            (record.stream, message)
-            for record in records
-            for finding in record.found
-            if finding.stream == record.stream
+            (origin, message)
+            for origin, finding in findings
+            if finding.stream == origin
             for message in finding.messages
         }
-        self._recorded = {finding.stream for record in records for finding in record.found}
+        self._recorded = {finding.stream for _, finding in findings}
         self._broken_off = [record for record in records if record.state == "begun"]
         self._whole = [record for record in records if record.state != "begun"]
 
     def takes(self, backup: Backup) -> Takes:
         """Return a function that tells whether a message of the backup is to be removed."""
-
         carrier = copies.carrier(backup.stream, {backup.stream: backup.config})
 
         def takes(entry: ArchiveEntry) -> bool:
@@ -109,17 +108,12 @@ def forget(backup: Backup, takes: Takes, *, identities: Identities | None = None
     Raises `BackupError`, also where any of them is there afterwards.
     """
     with locked_backups(backup.directory.resolve().parent, alone=True):
-        return _forget(backup, takes, identities, progress)
-
-
-def _forget(backup: Backup, takes: Takes, identities: Identities | None, progress: Progress) -> int:
-    plan = plan_cleanse(backup, takes, identities=identities, progress=progress)
-    if not plan.removed:
-        return 0
-    cleansed = cleanse(plan, progress=progress)
-    if left := plan_cleanse(cleansed, takes, identities=identities, progress=progress).removed:
-        raise BackupError(f"{backup.directory}: {len(left)} messages are still there")
-    return len(plan.removed)
+        plan = plan_cleanse(backup, takes, identities=identities, progress=progress)
+        if plan.removed:
+            cleansed = cleanse(plan, progress=progress)
+            if left := plan_cleanse(cleansed, takes, identities=identities, progress=progress).removed:
+                raise BackupError(f"{backup.directory}: {len(left)} messages are still there")
+        return len(plan.removed)
 
 
 def of_identifier(

@@ -7,16 +7,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import anyio
 import anyio.to_thread
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.backends import Admin
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream import metadata, specs
@@ -24,9 +23,10 @@ from aviso_workers.jetstream.info import SnapshotState, StreamConfig, StreamInfo
 from aviso_workers.jetstream.specs import LONGEST_NAME
 from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import archive, chains, completion
+from aviso_workers.ops.backups.archive import StoredConsumer
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.s2 import MalformedError, Pieces
-from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of
+from aviso_workers.ops.backups.s2 import Pieces
+from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of, readable, understood
 from aviso_workers.ops.backups.verification import Contents, read_contents, verify
 
 ENTRIES_SINCE = (2, 15)
@@ -153,19 +153,13 @@ async def require_restorable(
         )
     _require_reader(admin, backup)
     chains.require_identities(backup, identities)
-    await anyio.to_thread.run_sync(_require_whole, backup)
+    # Nothing less than a verification would find a flipped bit in a backup of another program.
+    await anyio.to_thread.run_sync(chains.require_whole if backup.record else verify, backup)
 
 
 def _require_reader(admin: Admin, backup: Backup) -> None:
     if backup.of_entries:
         admin.connection.require_server(*ENTRIES_SINCE, to=f"restore {backup.directory}")
-
-
-def _require_whole(backup: Backup) -> None:
-    if backup.record is None:
-        verify(backup)  # nothing less would find a flipped bit
-    else:
-        chains.require_whole(backup)
 
 
 async def _require_free(admin: Admin, config: Mapping[str, Any]) -> None:
@@ -215,7 +209,7 @@ async def upload(
 
     Where it `stays_unfinished`, it keeps its mark and has no subjects. Raises as `Administration.restore` does.
     """
-    with chains.opened_upload(backup, identities, progress=progress) as file:
+    with chains.opened_archive(backup, identities, progress=progress, padded=True) as file:
 
         async def read(size: int) -> bytes:
             return await anyio.to_thread.run_sync(file.read, size)
@@ -252,47 +246,12 @@ async def read_back(admin: Admin, stream: str) -> Contents:
     async with admin.administration().snapshot(stream) as snapshot, aclosing(snapshot.chunks) as chunks:
         in_memory = snapshot.config.storage == "memory"
         entries = archive.entries(Pieces(completion.arriving(chunks)))
-        try:
+        with understood(f"the server's archive of {stream} cannot be read"):
             return await anyio.to_thread.run_sync(lambda: read_contents(entries, in_memory=in_memory))
-        except MalformedError as error:
-            raise BackupError(f"the server's archive of {stream} cannot be read: {error}") from error
 
 
 def _standing_still(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in AT_WORK} | {"name": name, "subjects": [name]}
-
-
-class _ConsumerConfig(Struct, frozen=True):
-    durable_name: str = ""
-    inactive_threshold: int = 0
-
-
-class _Delivered(Struct, frozen=True):
-    stream_seq: int
-
-
-class _State(Struct, frozen=True):
-    """A consumer's state as JetStream has it, as far as it is needed here."""
-
-    delivered: _Delivered
-    pending: dict[str, Any] | None = None
-
-
-class StoredConsumer(Struct, frozen=True):
-    """A consumer as its backup has it: its configuration and its state."""
-
-    config: _ConsumerConfig
-    state: _State
-
-    @property
-    def is_durable(self) -> bool:
-        """Whether the consumer is durable, so that it outlives its readers."""
-        return bool(self.config.durable_name)
-
-    @property
-    def lasts(self) -> bool:
-        """Whether the consumer stays until it is deleted."""
-        return self.is_durable and not self.config.inactive_threshold
 
 
 def consumers_in(backup: Backup, identities: Identities | None) -> Mapping[str, StoredConsumer]:
@@ -301,20 +260,11 @@ def consumers_in(backup: Backup, identities: Identities | None) -> Mapping[str, 
 
     Raises `BackupError`.
     """
-    found: dict[str, StoredConsumer] = {}
     if not backup.of_entries:
-        return found
-    with chains.opened_entries(backup, identities) as entries:
-        for entry in entries:
-            if entry.sequence:
-                break
-            if entry.name.startswith(archive.CONSUMERS):
-                name = entry.name.removeprefix(archive.CONSUMERS).decode()
-                try:
-                    found[name] = msgspec.json.decode(entry.body, type=StoredConsumer)
-                except UNREADABLE_JSON as error:
-                    raise BackupError(f"{backup.archive} is damaged: consumer {name}: {error}") from error
-    return found
+        return {}
+    with readable(backup), chains.opened_entries(backup, identities) as entries:
+        of_stream = takewhile(lambda entry: not entry.sequence, entries)
+        return dict(archive.consumer(entry) for entry in of_stream if entry.name.startswith(archive.CONSUMERS))
 
 
 def merge(
@@ -340,10 +290,5 @@ def merge(
         Draft(place, encrypt_to=encrypt_to) as draft,
     ):
         draft.write_all(iter(partial(file.read, PIECE_BYTES), b""))
-        return draft.finish(
-            config=backup.config,
-            state=backup.state,
-            made=backup.made,
-            server_version=backup.record.server_version if backup.record else None,
-            cleansed=backup.record.cleansed if backup.record else None,
-        )
+        record = structs.replace(backup.facts, previous=None, digests_before=())
+        return draft.finish(backup.config, backup.state, record)

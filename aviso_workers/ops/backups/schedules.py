@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -27,10 +28,10 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, BackupError
 from aviso_workers.ops.backups import chains, sets
+from aviso_workers.ops.backups.completion import Spool
 from aviso_workers.ops.backups.creation import NewBackup, named_streams
 from aviso_workers.ops.backups.retention import Keep, prune_by_server
 from aviso_workers.ops.backups.set_creation import MadeSet, create_set
-from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup, exclusive
 
 log = structlog.get_logger("aviso_workers")
@@ -100,7 +101,8 @@ class _Streams:
         return min([await self._back_up(admin, each) for each in names])
 
     async def _back_up(self, admin: Admin, stream: str) -> float:
-        if (wait := await self._due_in(stream)) > 0:
+        due_in = partial(_due_in, partial(self.newest, stream), self._schedule.every_seconds)
+        if (wait := await due_in()) > 0:
             return wait
         try:
             made = await self._make(admin, stream, None)
@@ -109,10 +111,7 @@ class _Streams:
         except (BackendError, BackupError) as error:  # the others are backed up all the same
             _say_failed(error, self.newest(stream), self._schedule.again_seconds, stream=stream)
             return self._schedule.again_seconds
-        return await self._due_in(stream)
-
-    async def _due_in(self, stream: str) -> float:
-        return _due_in(await anyio.to_thread.run_sync(self.newest, stream), self._schedule.every_seconds)
+        return await due_in()
 
 
 class _Set:
@@ -121,6 +120,7 @@ class _Set:
     def __init__(self, schedule: BackupSchedule, make: Make) -> None:
         self._schedule = schedule
         self._make = make
+        self._due_in = partial(_due_in, self.newest, schedule.every_seconds)
         self._again_seconds = schedule.again_seconds
         """Seconds until the next attempt, after one that made no set."""
 
@@ -166,11 +166,10 @@ class _Set:
         _say_failed(BackupError(f"no set was made: {why}"), self.newest(), wait)
         return wait
 
-    async def _due_in(self) -> float:
-        return _due_in(await anyio.to_thread.run_sync(self.newest), self._schedule.every_seconds)
 
-
-def _due_in(made: datetime | None, every_seconds: float) -> float:
+async def _due_in(newest: Callable[[], datetime | None], every_seconds: float) -> float:
+    """Return in how many seconds a backup is due, by the time of the newest one."""
+    made = await anyio.to_thread.run_sync(newest)
     if made is None:
         return 0.0
     return (made + timedelta(seconds=every_seconds) - datetime.now(UTC)).total_seconds()

@@ -17,13 +17,13 @@ from msgspec import Struct
 
 from aviso_workers.backends import Admin
 from aviso_workers.errors import AvisoWorkersError, BackupError, UnavailableError
-from aviso_workers.jetstream.info import StreamConfig
+from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.jetstream.specs import BUCKET, UNREADABLE
 from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import completion, sets
+from aviso_workers.ops.backups.completion import Spool
 from aviso_workers.ops.backups.restoration import SCRATCH
 from aviso_workers.ops.backups.sets import SetMember, SetRecord
-from aviso_workers.ops.backups.spools import Spool
 from aviso_workers.ops.backups.storage import Backup
 from aviso_workers.state import delayed_messages, own_buckets, own_streams
 from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, RETRIES
@@ -62,7 +62,7 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
     """
     admin.connection.require_server(2, 15, to="back up all streams as a set")
     made = datetime.now(UTC)
-    with sets.SetDraft(to, made) as draft:
+    with sets.draft(to, made) as finish:
         before = await _streams(admin)
         if not before:
             raise BackupError("the account has no streams that could be backed up as a set")
@@ -73,7 +73,7 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
             }
             for stream in before
         }
-        configs = {stream: config for stream, (_, config) in before.items()}
+        configs = {stream: info.config for stream, info in before.items()}
         failures: list[AvisoWorkersError] = []
         backups: list[Backup] = []
 
@@ -98,7 +98,7 @@ async def create_set(admin: Admin, to: Path, back_up: BackUp, *, encrypted: bool
             for each in backups
         ]
         finished = SetRecord(made=made, finished=datetime.now(UTC), members=members, positions=positions)
-        return MadeSet(file=draft.finish(finished), failures=[], backups=backups)
+        return MadeSet(file=finish(finished), failures=[], backups=backups)
 
 
 async def _through_election(request: Callable[[], Awaitable[T]]) -> T:
@@ -115,8 +115,8 @@ async def _through_election(request: Callable[[], Awaitable[T]]) -> T:
         await anyio.sleep(AGAIN_SECONDS)
 
 
-async def _streams(admin: Admin) -> dict[str, tuple[datetime | None, dict[str, Any]]]:
-    """Return when each stream was created, and its configuration. Raises `BackupError` where the server cannot read
+async def _streams(admin: Admin) -> dict[str, StreamInfo]:
+    """Return the info of each stream. Raises `BackupError` where the server cannot read
     all.
     """
     found = {}
@@ -128,15 +128,13 @@ async def _streams(admin: Admin) -> dict[str, tuple[datetime | None, dict[str, A
         if name.startswith(SCRATCH):
             continue
         if info := await inventory.existing(_through_election(partial(admin.stream_info, name))):
-            found[name] = (info.created, dict(info.config))
+            found[name] = info
     return found
 
 
-def _changed(
-    before: dict[str, tuple[datetime | None, dict[str, Any]]], after: dict[str, tuple[datetime | None, dict[str, Any]]]
-) -> str:
+def _changed(before: Mapping[str, StreamInfo], after: Mapping[str, StreamInfo]) -> str:
     """Return the names of streams that were created or deleted meanwhile, as text; empty where there are none."""
-    came = sorted(name for name in after if name not in before or after[name][0] != before[name][0])
+    came = sorted(name for name in after if name not in before or after[name].created != before[name].created)
     went = sorted(before.keys() - after.keys())
     changes = [f"{', '.join(names)} {verb}" for names, verb in ((came, "was created"), (went, "was deleted")) if names]
     return " and ".join(changes)

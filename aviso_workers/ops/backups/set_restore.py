@@ -30,8 +30,9 @@ from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.jetstream.metadata import SET_MARK, UNFINISHED
 from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import restoration, sets
+from aviso_workers.ops.backups.archive import StoredConsumer
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.restoration import STANDSTILL_SECONDS, StoredConsumer, require_restorable, taken, upload
+from aviso_workers.ops.backups.restoration import STANDSTILL_SECONDS, require_restorable, taken, upload
 from aviso_workers.ops.backups.sets import BackupSet
 from aviso_workers.ops.backups.storage import Backup, Progress
 
@@ -172,10 +173,9 @@ class _SetRestoration:
         if stored is not None:
             filters = consumer.config.filters
             with suppress(BackendError):  # a work queue has no further reader
-                undelivered = await self._admin.count(
-                    stream, filter_subjects=filters, start_sequence=stored.state.delivered.stream_seq + 1
-                )
-                new = undelivered + len(stored.state.pending or {})
+                start = stored.state["delivered"]["stream_seq"] + 1
+                undelivered = await self._admin.count(stream, filter_subjects=filters, start_sequence=start)
+                new = undelivered + len(stored.state.get("pending") or {})
         again = None if new is None else max(0, ahead - new)
         return GoesOn(consumer=consumer.name, sequence=consumer.ack_floor + 1, again=again, new=ahead - (again or 0))
 

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import IO
 
 import msgspec
 from msgspec import Struct
@@ -27,7 +24,7 @@ from aviso_workers.aviso.codec import UNREADABLE_JSON
 from aviso_workers.clocks import SKEW
 from aviso_workers.errors import BackupError
 from aviso_workers.ops.backups import chains
-from aviso_workers.ops.backups.storage import Backup, Moment, load, make_directory, time_of
+from aviso_workers.ops.backups.storage import Backup, Moment, explained, load, locked, make_directory, time_of
 
 NAMED = "set-*.json"
 UNFINISHED = ".unfinished-"
@@ -160,58 +157,38 @@ def remove_those_with(backup: Backup, directory: Path) -> None:
                 file.unlink()
 
 
-class SetDraft:
-    """A set in the making. Its file is written when it is finished, and not before. Unfinished files of killed
-    processes are removed. Raises `BackupError`.
+@contextmanager
+def draft(directory: Path, made: datetime) -> Iterator[Callable[[SetRecord], Path]]:
+    """Begin a set, and give the function that finishes it: it writes the set's file, and returns its path. Unfinished
+    files of killed processes are removed. Raises `BackupError`.
     """
-
-    def __init__(self, directory: Path, made: datetime) -> None:
-        self._directory = directory
-        self._made = made
-        self._place = directory / f"set-{time_of(made)}.json"
-        self._left = self._place.with_name(UNFINISHED + self._place.name)
-        self._file: IO[bytes]
-
-    def __enter__(self) -> SetDraft:
-        try:
-            make_directory(self._directory)
-            self._file = files.create_file(self._left)
-        except OSError as error:
-            raise BackupError(f"cannot write {self._left}: {error.strerror}") from error
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        for left in self._directory.glob(UNFINISHED + NAMED):
-            if not _is_locked(left):
+    place = directory / f"set-{time_of(made)}.json"
+    left = place.with_name(UNFINISHED + place.name)
+    with ExitStack() as stack:
+        with explained(f"cannot write {left}"):
+            make_directory(directory)
+            file = stack.enter_context(files.create_file(left))
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for other in directory.glob(UNFINISHED + NAMED):
+            if not _is_locked(other):
                 with suppress(OSError):  # another command was faster
-                    left.unlink()
-        return self
+                    other.unlink()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
+        def finish(found: SetRecord) -> Path:
+            with explained(f"cannot write {place}", then="the set is not finished"):
+                file.write(msgspec.json.format(msgspec.json.encode(_File(set=found, digest=found.digest))) + b"\n")
+                files.sync(file)
+                left.rename(place)
+                files.sync_directory(directory)
+            return place
 
-    def finish(self, found: SetRecord) -> Path:
-        """Write the set's file, and return its path."""
-        try:
-            self._file.write(msgspec.json.format(msgspec.json.encode(_File(set=found, digest=found.digest))) + b"\n")
-            files.sync(self._file)
-            self._left.rename(self._place)
-            files.sync_directory(self._directory)
-        except OSError as error:
-            raise BackupError(f"cannot write {self._place}: {error.strerror}; the set is not finished") from error
-        return self._place
+        yield finish
 
 
 def _is_locked(left: Path) -> bool:
     """Return whether the process that makes the set of this file is alive."""
     try:
-        file = os.open(left, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
+        with locked(left, fcntl.LOCK_SH | fcntl.LOCK_NB):
+            return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)

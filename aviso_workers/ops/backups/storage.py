@@ -19,15 +19,14 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from aviso_workers import files
 from aviso_workers.aviso.codec import UNREADABLE_JSON
@@ -109,6 +108,11 @@ class BackupRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return hashlib.sha256(f"{self.meta_sha256} {self.archive_sha256}".encode()).hexdigest()
 
 
+def new_record(made: datetime, *, server_version: str | None, previous: Previous | None = None) -> BackupRecord:
+    """Return the record of a backup in the making, which gets its digests from `Draft.finish`."""
+    return BackupRecord(made=made, server_version=server_version, archive_sha256="", meta_sha256="", previous=previous)
+
+
 class _Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     config: dict[str, Any]
     state: dict[str, Any]
@@ -144,9 +148,14 @@ class Backup(Struct, frozen=True, kw_only=True):
         return self.archive.name.endswith(ENCRYPTED)
 
     @property
+    def facts(self) -> BackupRecord:
+        """The record; where another program made the backup, what would be in it."""
+        return self.record or new_record(self.made, server_version=None)
+
+    @property
     def previous(self) -> Previous | None:
         """The link to the backup that this one was made after; None where it is a full one."""
-        return self.record.previous if self.record else None
+        return self.facts.previous
 
 
 def load(directory: Path) -> Backup:
@@ -252,13 +261,33 @@ def damage(backup: Backup) -> str:
 @contextmanager
 def opened(backup: Backup) -> Iterator[BufferedReader]:
     """Open the archive's file. Raises `BackupError` where it cannot be read, or the block finds it malformed."""
+    with readable(backup), backup.archive.open("rb") as file:
+        yield file
+
+
+@contextmanager
+def readable(backup: Backup) -> Iterator[None]:
+    """Raise `BackupError` where the block cannot read the archive of a backup, or finds it malformed."""
+    with explained(f"cannot read {backup.archive}"), understood(f"{backup.archive} is damaged"):
+        yield
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Raise a `BackupError` that begins with this text where the block finds an archive malformed."""
     try:
-        with backup.archive.open("rb") as file:
-            yield file
+        yield
     except MalformedError as error:
-        raise BackupError(f"{backup.archive} is damaged: {error}") from error
+        raise BackupError(f"{what}: {error}") from error
+
+
+@contextmanager
+def explained(what: str, *, then: str = "") -> Iterator[None]:
+    """Raise a `BackupError` that begins with this text where the block raises an OSError; `then` is its consequence."""
+    try:
+        yield
     except OSError as error:
-        raise BackupError(f"cannot read {backup.archive}: {error.strerror}") from error
+        raise BackupError(f"{what}: {error.strerror}{then and f'; {then}'}") from error
 
 
 def make_directory(directory: Path) -> None:
@@ -271,11 +300,9 @@ def make_directory(directory: Path) -> None:
 def remove(backup: Backup) -> None:
     """Remove a backup. Raises `BackupError`."""
     leaving = backup.directory.with_name(UNFINISHED + backup.directory.name)
-    try:
+    with explained(f"cannot remove {backup.directory}"):
         backup.directory.rename(leaving)  # so that, if we are killed, the rest of it is not taken for a backup
         shutil.rmtree(leaving)
-    except OSError as error:
-        raise BackupError(f"cannot remove {backup.directory}: {error.strerror}") from error
 
 
 class Draft:
@@ -289,9 +316,9 @@ class Draft:
         self._place = place.absolute()
         self._encrypt_to = tuple(encrypt_to)
         self._directory: Path
-        self._lock: int
         self._file: IO[bytes]
         self._sha256 = hashlib.sha256()
+        self._left = ExitStack()
 
     def __enter__(self) -> Draft:
         with self._explained():
@@ -299,17 +326,15 @@ class Draft:
             make_directory(parent)
             sweep(parent)
             self._directory = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))  # readable by its owner only
-            self._lock = _locked(self._directory)
+            self._left.enter_context(locked(self._directory))
+            self._left.callback(shutil.rmtree, self._directory, ignore_errors=True)  # renamed, where it was finished
             self._file = files.create_file(self._directory / OF_ENTRIES)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # what could not be written cannot be flushed either
             self._file.close()
-        shutil.rmtree(self._directory, ignore_errors=True)  # renamed, where it was finished
-        os.close(self._lock)
+        self._left.close()
 
     def write_all(self, pieces: Iterable[bytes]) -> None:
         """Write the archive, encrypted where the backup is."""
@@ -324,34 +349,22 @@ class Draft:
             self._file.write(data)
         self._sha256.update(data)
 
-    def finish(
-        self,
-        *,
-        config: Mapping[str, Any],
-        state: Mapping[str, Any],
-        made: datetime,
-        server_version: str | None,
-        previous: Previous | None = None,
-        cleansed: datetime | None = None,
-        digests_before: tuple[str, ...] = (),
-    ) -> Backup:
-        """Write the metadata, put the backup in place, and return it. Raises `BackupError` also where the archive is
-        not complete; that of an encrypted one was checked while it was written.
+    def finish(self, config: Mapping[str, Any], state: Mapping[str, Any], record: BackupRecord) -> Backup:
+        """Write the metadata, put the backup in place, and return it. The record gets the digests and the recipients.
+
+        Raises `BackupError` also where the archive is not complete; that of an encrypted one was checked while it was
+        written.
         """
-        record = BackupRecord(
-            made=made,
-            server_version=server_version,
+        record = structs.replace(
+            record,
             archive_sha256=self._sha256.hexdigest(),
-            meta_sha256=_digest(config, state, previous),
-            previous=previous,
+            meta_sha256=_digest(config, state, record.previous),
             encrypted_to=self._encrypt_to,
-            cleansed=cleansed,
-            digests_before=digests_before,
         )
         with self._explained():
             files.sync(self._file)
             self._file.close()
-            name = INCREMENT if previous else OF_ENTRIES
+            name = INCREMENT if record.previous else OF_ENTRIES
             if not self._encrypt_to:
                 name = name if self._check_end() else OF_FILES
             (self._directory / OF_ENTRIES).rename(self._directory / (name + ENCRYPTED * bool(self._encrypt_to)))
@@ -365,15 +378,12 @@ class Draft:
 
     def _check_end(self) -> bool:
         """Return whether the written archive is one of entries. Raises `BackupError` where it breaks off."""
-        path = self._directory / OF_ENTRIES
-        try:
-            with path.open("rb") as file:
-                of_entries = archive.has_entries(file)
-                file.seek(0)
-                if not archive.has_end(file, of_entries=of_entries):
-                    raise MalformedError("it breaks off before its end")
-        except MalformedError as error:
-            raise BackupError(f"{self._place}: the archive is not whole, and nothing of it is kept: {error}") from error
+        not_whole = f"{self._place}: the archive is not whole, and nothing of it is kept"
+        with understood(not_whole), (self._directory / OF_ENTRIES).open("rb") as file:
+            of_entries = archive.has_entries(file)
+            file.seek(0)
+            if not archive.has_end(file, of_entries=of_entries):
+                raise MalformedError("it breaks off before its end")
         return of_entries
 
     def _put_in_place(self) -> None:
@@ -386,12 +396,8 @@ class Draft:
         if replaced.exists():
             shutil.rmtree(replaced)
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise BackupError(f"cannot write {self._place}: {error.strerror}; nothing of it is kept") from error
+    def _explained(self) -> AbstractContextManager[None]:
+        return explained(f"cannot write {self._place}", then="nothing of it is kept")
 
 
 def _digest(config: Mapping[str, Any], state: Mapping[str, Any], previous: Previous | None) -> str:
@@ -415,12 +421,8 @@ def sweep(parent: Path) -> None:
             if _stream_and_time(load(place)) == _stream_and_time(load(replaced)):
                 shutil.rmtree(replaced, ignore_errors=True)
     for left in parent.glob(f"{UNFINISHED}*"):
-        with suppress(OSError):  # it is locked, or another command was faster
-            lock = _locked(left)
-            try:
-                shutil.rmtree(left)
-            finally:
-                os.close(lock)
+        with suppress(OSError), locked(left):  # another process has the lock, or another command was faster
+            shutil.rmtree(left)
 
 
 def _stream_and_time(backup: Backup) -> tuple[str, datetime]:
@@ -432,17 +434,15 @@ def exclusive(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory for the block. Raises `BlockingIOError` where another process holds it,
     `BackupError`.
     """
-    try:
-        make_directory(directory)
-        lock = _locked(directory)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        raise BackupError(f"cannot write to {directory}: {error.strerror}") from error
-    try:
+    with ExitStack() as held:
+        try:
+            make_directory(directory)
+            held.enter_context(locked(directory))
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise BackupError(f"cannot write to {directory}: {error.strerror}") from error
         yield
-    finally:
-        os.close(lock)
 
 
 @contextmanager
@@ -452,24 +452,20 @@ def locked_backups(directory: Path, *, alone: bool) -> Iterator[None]:
     Commands that make an increment after one of them share the lock, and those that remove or rewrite one hold it
     `alone`. It blocks. Raises `BackupError`.
     """
+    with ExitStack() as held:
+        with explained(f"cannot lock {directory}"):
+            held.enter_context(locked(directory, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        yield
+
+
+@contextmanager
+def locked(path: Path, operation: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> Iterator[None]:
+    """Hold the lock of a file or a directory for the block. Raises `BlockingIOError` where another process has it and
+    the operation does not wait, OSError.
+    """
+    lock = os.open(path, os.O_RDONLY)
     try:
-        lock = _locked(directory, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-    except OSError as error:
-        raise BackupError(f"cannot lock {directory}: {error.strerror}") from error
-    try:
+        fcntl.flock(lock, operation)
         yield
     finally:
         os.close(lock)
-
-
-def _locked(directory: Path, operation: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> int:
-    """Return a locked descriptor of a directory. Raises `BlockingIOError` where another process has the lock and the
-    operation does not wait, OSError.
-    """
-    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, operation)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -16,7 +15,7 @@ from aviso_workers.ops.backups import archive, chains, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import MalformedError
-from aviso_workers.ops.backups.storage import Backup, CountedFile, Progress, damage, ignore, opened
+from aviso_workers.ops.backups.storage import Backup, CountedFile, Progress, damage, ignore, opened, readable
 
 
 class Contents(Struct, frozen=True, kw_only=True):
@@ -43,12 +42,6 @@ class Contents(Struct, frozen=True, kw_only=True):
         return self.state.messages - self.messages
 
 
-class _ConsumerEntry(Struct, frozen=True):
-    """The entry of a consumer, without its configuration."""
-
-    state: dict[str, Any]
-
-
 def verify(backup: Backup, *, identities: Identities | None = None, progress: Progress = ignore) -> Contents | None:
     """Read all of a backup and return what is in it; with the backups before it, where it is an increment. It takes
     seconds for a million messages.
@@ -67,11 +60,8 @@ def verify(backup: Backup, *, identities: Identities | None = None, progress: Pr
     if identities is None and any(link.encrypted for link in chains.chain(backup)):
         chains.require_whole(backup)
         return None
-    with chains.opened_entries(backup, identities, progress=progress) as entries:
-        try:
-            contents = read_contents(entries, in_memory=StreamConfig(backup.config).storage == "memory")
-        except MalformedError as error:
-            raise BackupError(f"{backup.archive} is damaged: {error}") from error
+    with readable(backup), chains.opened_entries(backup, identities, progress=progress) as entries:
+        contents = read_contents(entries, in_memory=StreamConfig(backup.config).storage == "memory")
     if contradiction := _contradiction(backup, contents):
         raise BackupError(f"{backup.directory} is damaged: {contradiction}")
     return contents
@@ -96,8 +86,8 @@ def _read_contents(entries: Iterator[ArchiveEntry], *, in_memory: bool) -> Conte
         if not entry.sequence:
             if messages or not entry.name.startswith(archive.CONSUMERS):
                 raise MalformedError(f"it has an unknown entry {entry.name.decode(errors='replace')!r}")
-            consumer = msgspec.json.decode(entry.body, type=_ConsumerEntry)
-            consumers[entry.name.removeprefix(archive.CONSUMERS).decode()] = ConsumerState(consumer.state)
+            name, consumer = archive.consumer(entry)
+            consumers[name] = ConsumerState(consumer.state)
             continue
         entry.name.decode()  # a subject is text
         if entry.sequence <= last:

@@ -58,14 +58,10 @@ class Wanted:
             return original.sequence == self.sequence
         return self._reader.matches(original)
 
-    def carried_by(self, stream: str) -> Matches:
-        """Return a function that tells whether a message of a `carrier`, or a copy of it, carries one of them."""
-
-        def matches(message: Message) -> bool:
-            found = original_in(stream, message)
-            return found is not None and found[0] == self.stream and self.matches(found[1])
-
-        return matches
+    def carried_by(self, stream: str, message: Message) -> bool:
+        """Return whether a message of a `carrier`, or a copy of it, carries one of them."""
+        found = original_in(stream, message)
+        return found is not None and found[0] == self.stream and self.matches(found[1])
 
     def is_copy(self, stream: str, message: Message) -> bool:
         """Return whether a message of a stream is one of them or a copy of one, judged by the message alone."""
@@ -76,47 +72,45 @@ class Wanted:
             return False
         return self.matches(message)
 
-    def kept_in(self, stream: str, known: Mapping[int, int]) -> Matches:
-        """Return a function that tells whether a message of a stream without origins is one of those that were found,
-        or would have been.
+    def kept_in(self, stream: str, known: Mapping[int, int], message: Message) -> bool:
+        """Return whether a message of a stream without origins is one of those that were found, or would have been.
 
         `known` has the store time of those that were found by their sequence.
         """
-
-        def matches(message: Message) -> bool:
-            if self.sequence is None and self.is_copy(stream, message):
-                return True
-            return known.get(message.sequence) == message.timestamp_ns
-
-        return matches
+        if self.sequence is None and self.is_copy(stream, message):
+            return True
+        return known.get(message.sequence) == message.timestamp_ns
 
     def copied_from(
-        self, origin: str, stream: str, relation: str, known: Mapping[int, int], *, same_sequences: bool
-    ) -> Matches:
-        """Return a function that tells whether a message of a stream is the copy of one that was found in `origin`, or
-        that would have been there.
+        self,
+        origin: str,
+        stream: str,
+        relation: str,
+        known: Mapping[int, int],
+        message: Message,
+        *,
+        same_sequences: bool,
+    ) -> bool:
+        """Return whether a message of a stream is the copy of one that was found in `origin`, or that would have been
+        there.
 
         `relation` is that of the stream to `origin`; `known` has the store time of each by its sequence, and
         `same_sequences` says that these are those of the event's own stream.
         """
-
-        def matches(message: Message) -> bool:
-            copied = message
-            if relation == "source":
-                sourced = _sourced(message)
-                if sourced is None or sourced[0] != origin:
-                    return False
-                copied = sourced[1]
-            if self.sequence is None and (self.matches(copied) or self.is_copy(stream, message)):
-                return True
-            stored_ns = known.get(copied.sequence)
-            if stored_ns is None:
-                return same_sequences and self.matches(copied)
-            if relation == "mirror":
-                return message.timestamp_ns == stored_ns  # a mirror keeps it
-            return message.timestamp_ns >= stored_ns - CLOCKS_DIFFER_NS  # a stream that sources has its own, later one
-
-        return matches
+        copied = message
+        if relation == "source":
+            sourced = _sourced(message)
+            if sourced is None or sourced[0] != origin:
+                return False
+            copied = sourced[1]
+        if self.sequence is None and (self.matches(copied) or self.is_copy(stream, message)):
+            return True
+        stored_ns = known.get(copied.sequence)
+        if stored_ns is None:
+            return same_sequences and self.matches(copied)
+        if relation == "mirror":
+            return message.timestamp_ns == stored_ns  # a mirror keeps it
+        return message.timestamp_ns >= stored_ns - CLOCKS_DIFFER_NS  # a stream that sources has its own, later one
 
 
 def relation(config: Mapping[str, Any], origin: str) -> str:

@@ -9,13 +9,17 @@ are under way: while each is answered soon, more are sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 import anyio
 
 from aviso_workers.backends import Admin, Backend
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
+
+T = TypeVar("T")
 
 MAX_UNDER_WAY = 512
 SOON_SECONDS = 0.02
@@ -51,7 +55,8 @@ async def delete(
         try:
             async with pace.limiter:
                 began = anyio.current_time()
-                await _delete_steadily(backend, stream, sequence)
+                with suppress(NotFoundError):
+                    await steadily(partial(backend.delete_message, stream, sequence))
                 pace.answered(anyio.current_time() - began)
         except BackendError as error:
             failures.append(error)
@@ -67,14 +72,12 @@ async def delete(
             raise failures[0]
 
 
-async def _delete_steadily(backend: Backend, stream: str, sequence: int) -> None:
-    """Delete a message, and repeat that while a leader is elected; a message that is gone is taken as deleted."""
+async def steadily(request: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of a request, which is repeated while a leader is elected."""
     deadline = anyio.current_time() + PATIENCE_SECONDS
     while True:
         try:
-            with suppress(NotFoundError):
-                await backend.delete_message(stream, sequence)
-            return
+            return await request()
         except UnavailableError:
             if anyio.current_time() > deadline:
                 raise

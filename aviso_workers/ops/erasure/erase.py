@@ -9,9 +9,10 @@ messages. Copies outside of the streams of this account are not searched: see `E
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from aviso_workers.errors import (
 )
 from aviso_workers.ops import audit
 from aviso_workers.ops.aviso_admin import event_type_of
-from aviso_workers.ops.erasure import copies, deletion, records
+from aviso_workers.ops.erasure import copies, deletion, records, suspects
 from aviso_workers.ops.erasure.copies import Matches, Wanted
 from aviso_workers.ops.erasure.records import ErasureRecord, FoundMessages
-from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key, suspects
+from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key
 from aviso_workers.state import delayed_messages
 
 ELSEWHERE = (
@@ -118,6 +119,8 @@ class Eraser:
         name = event_type_of(config, event_type)
         self._wanted = Wanted(name, config.notification_schema[name], where=where or {}, sequence=sequence)
         self._keys = [parse_key(key) for key in keys]
+        self._found: dict[str, FoundMessages] = {}
+        """The messages that the present survey has found, by stream."""
         self._known: dict[str, dict[int, int]] = {}
         """Sequences and store times of all messages that were found so far, also of erased ones, by stream."""
         self._what: dict[str, str] = {}
@@ -142,11 +145,11 @@ class Eraser:
         """Search for the notifications and their copies, without a change. Raises `BackendError`."""
         self._not_current.clear()
         infos = {name: await self._admin.stream_info(name) for name in await self._admin.stream_names()}
-        found: dict[str, FoundMessages] = {}
-        await self._survey_own(infos, found)
-        await self._survey_copies(infos, found)
-        await self._survey_others(infos, found)
-        findings = tuple(finding for finding in found.values() if finding.sequences)
+        self._found.clear()
+        await self._survey_own(infos)
+        await self._survey_copies(infos)
+        await self._survey_others(infos)
+        findings = tuple(finding for finding in self._found.values() if finding.sequences)
         # A delayed message has been in the stream of delayed messages, whether or not any waits there now.
         schedules = delayed_messages.stream_of(self._wanted.stream)
         concerned = {finding.stream for finding in findings} | {schedules} & infos.keys()
@@ -157,7 +160,7 @@ class Eraser:
             unreached.append(_missing(self._wanted.stream))
         unreached += [_without_keys(stream, count) async for stream, count in self._keys_not_met(infos)]
         if self._suspects is None:
-            self._suspects = tuple(await suspects(self._admin, infos, self._values))
+            self._suspects = tuple(await suspects.find(self._admin, infos, self._values))
         return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
 
     async def erase(self, survey: Survey, *, audit: Path, progress: Progress = ignore) -> Survey:
@@ -182,7 +185,7 @@ class Eraser:
         for _ in range(ROUNDS):
             for finding in reversed(_reachable(found)):  # copies before what they are recognised by
                 await deletion.delete(self._admin, finding.stream, finding.sequences, pace=pace, progress=progress)
-            left = await self._survey_again()
+            left = await deletion.steadily(self._survey_again)
             if not _reachable(found := left):
                 break
         ended = datetime.now(UTC)
@@ -207,19 +210,19 @@ class Eraser:
             ) from error
         return left
 
-    async def _survey_own(self, infos: Mapping[str, StreamInfo], found: dict[str, FoundMessages]) -> None:
+    async def _survey_own(self, infos: Mapping[str, StreamInfo]) -> None:
         wanted = self._wanted
         if wanted.stream in infos:
             filters = topics.filter_subjects(wanted.where)
             what = f"notifications of {wanted.event_type}"
-            await self._add_counted(found, wanted.stream, what, wanted.matches, filters)
+            await self._add_counted(wanted.stream, what, wanted.matches, filters)
         configs = {name: info.config for name, info in infos.items()}
         for stream in infos:
             if carrier := copies.carrier(stream, configs):
-                await self._add(found, stream, f"copies of {wanted.stream}", wanted.carried_by(carrier))
+                await self._add(stream, f"copies of {wanted.stream}", partial(wanted.carried_by, carrier))
         for stream, subjects in self._given_keys(infos).items():
             is_one = partial(_is_one_of, frozenset(subjects))
-            await self._add_counted(found, stream, "keys that were given", is_one, subjects)
+            await self._add_counted(stream, "keys that were given", is_one, subjects)
 
     def _given_keys(self, infos: Mapping[str, StreamInfo]) -> dict[str, list[str]]:
         """Return the subjects of the keys, by stream. Raises `NotFoundError`."""
@@ -238,10 +241,10 @@ class Eraser:
             if count := len(set(subjects) - self._met):
                 yield stream, count
 
-    async def _survey_copies(self, infos: Mapping[str, StreamInfo], found: dict[str, FoundMessages]) -> None:
+    async def _survey_copies(self, infos: Mapping[str, StreamInfo]) -> None:
         """Survey the streams that mirror or source a surveyed stream, or the event type's own even if that is gone."""
         own = self._wanted.stream
-        waiting = list({own: None, **found})
+        waiting = list({own: None, **self._found})
         mirrors = {own}
         seen: set[tuple[str, str]] = set()
         while waiting:
@@ -253,68 +256,62 @@ class Eraser:
                     if relation == "mirror" and origin in mirrors:
                         mirrors.add(name)
                     copied = self._copied_from(origin, name, relation, same_sequences=origin in mirrors)
-                    await self._add(found, name, f"{relation} of {origin}", copied)
+                    await self._add(name, f"{relation} of {origin}", copied)
 
     def _copied_from(self, origin: str, name: str, relation: str, *, same_sequences: bool) -> Matches:
         """Return a function that tells whether a message is a copy, also where `origin` has lost the original."""
         known = self._known.get(origin, {})
         if same_sequences:
             known = {**self._known.get(self._wanted.stream, {}), **known}
-        return self._wanted.copied_from(origin, name, relation, known, same_sequences=same_sequences)
+        return partial(self._wanted.copied_from, origin, name, relation, known, same_sequences=same_sequences)
 
-    async def _survey_others(self, infos: Mapping[str, StreamInfo], found: dict[str, FoundMessages]) -> None:
+    async def _survey_others(self, infos: Mapping[str, StreamInfo]) -> None:
         """Survey the streams that hold messages of the event type's subjects, as one restored under another name."""
         wanted = self._wanted
         known = self._known.get(wanted.stream, {})
-        for name in infos.keys() - found.keys():
+        for name in infos.keys() - self._found.keys():
             if name.startswith(NO_NOTIFICATIONS):
                 continue
             if await self._admin.subject_counts(name, subject=wanted.subjects):
-                await self._add(found, name, f"messages of {wanted.subjects}", wanted.kept_in(name, known))
+                await self._add(name, f"messages of {wanted.subjects}", partial(wanted.kept_in, name, known))
 
-    async def _add_counted(
-        self, found: dict[str, FoundMessages], stream: str, what: str, matches: Matches, filters: Sequence[str]
-    ) -> None:
+    async def _add_counted(self, stream: str, what: str, matches: Matches, filters: Sequence[str]) -> None:
         """Add the matching messages, and make sure that the server counts no more of them on the subjects that match.
 
         Messages that are stored meanwhile are searched for as well. Raises `UnavailableError` where the two do not
         agree.
         """
-        last = await self._add(found, stream, what, matches)
+        last = await self._add(stream, what, matches)
         for _ in range(ROUNDS):
             counts = [await self._admin.subject_counts(stream, subject=each) for each in filters]
-            counted = sum(
-                count
-                for each in counts
-                for subject, count in each.items()
-                if matches(Message(subject=subject, data=b""))
-            )
-            if counted <= len(found[stream].sequences):
+            by_subject = chain.from_iterable(each.items() for each in counts)
+            counted = sum(count for subject, count in by_subject if matches(Message(subject=subject, data=b"")))
+            if counted <= len(self._found[stream].sequences):
                 return
-            last = await self._add(found, stream, what, matches, after=last)
-            if counted <= len(found[stream].sequences):
+            last = await self._add(stream, what, matches, after=last)
+            if counted <= len(self._found[stream].sequences):
                 return  # the others were stored after the reading before; more of them may be under way
         raise UnavailableError(
             f"{stream}: the server counts {counted} messages that match, and reading finds "
-            f"{len(found[stream].sequences)}: begin again"
+            f"{len(self._found[stream].sequences)}: begin again"
         )
 
-    async def _add(
-        self, found: dict[str, FoundMessages], stream: str, what: str, matches: Matches, *, after: int = 0
-    ) -> int:
+    async def _add(self, stream: str, what: str, matches: Matches, *, after: int = 0) -> int:
         """Add the messages that match after a sequence, and return the sequence up to which the stream was read."""
+        # Without subjects all messages are read.
+        filters = topics.filter_subjects(self._wanted.where) if stream == self._wanted.stream else ()
         if not after:  # before the reading, which may be served by any of the replicas
-            self._not_current[stream] = await deletion.not_current(self._admin, stream, self._filters(stream))
+            self._not_current[stream] = await deletion.not_current(self._admin, stream, filters)
         last = (await self._admin.stream_info(stream)).last_sequence
-        messages = dict(found[stream].messages) if stream in found else {}
-        async for message in self._messages(stream, after, last):
+        messages = dict(self._found[stream].messages) if stream in self._found else {}
+        async for message in suspects.messages(self._admin, stream, after=after, last=last, subjects=filters):
             if matches(message):
                 messages[message.sequence] = message.timestamp_ns
                 if stream == self._wanted.stream:
                     self._values |= self._values_of(message)
         self._known.setdefault(stream, {}).update(messages)
         self._what[stream] = what
-        found[stream] = _finding(stream, what, messages)
+        self._found[stream] = _finding(stream, what, messages)
         return last
 
     def _values_of(self, message: Message) -> set[str]:
@@ -328,30 +325,10 @@ class Eraser:
             return {tokens[position] for position in positions if position < len(tokens)}
         return set()
 
-    def _filters(self, stream: str) -> Sequence[str]:
-        """Return the subjects of the messages that are read of a stream; none for all."""
-        return topics.filter_subjects(self._wanted.where) if stream == self._wanted.stream else ()
-
-    async def _messages(self, stream: str, after: int, last: int) -> AsyncIterator[Message]:
-        reading = self._admin.read_chunks(
-            stream, filter_subjects=self._filters(stream), start_sequence=after + 1, last_sequence=last
-        )
-        async with aclosing(reading):
-            async for chunk in reading:
-                for message in chunk:
-                    yield message
-
     async def _survey_again(self) -> Survey:
         """Survey again when the replicas are current, with retries while leaders are elected."""
-        deadline = anyio.current_time() + CATCH_UP_SECONDS
-        while True:
-            try:
-                await self._until_current()
-                return await self.survey()
-            except UnavailableError:
-                if anyio.current_time() > deadline:
-                    raise
-                await anyio.sleep(POLL_SECONDS)
+        await self._until_current()
+        return await self.survey()
 
     async def _until_current(self) -> None:
         """Wait until the replicas are current, but no longer than `CATCH_UP_SECONDS`."""

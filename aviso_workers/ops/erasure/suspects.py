@@ -8,7 +8,7 @@ their name or in their values.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ class Suspect(Struct, frozen=True, kw_only=True):
     """Why it could not be read; empty where it was."""
 
 
-async def suspects(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterable[str]) -> list[Suspect]:
+async def find(admin: Admin, infos: Mapping[str, StreamInfo], values: Iterable[str]) -> list[Suspect]:
     """Return all tables, windows and counters that hold any key, by name."""
     wanted = _Values(values)
     found = []
@@ -92,7 +92,7 @@ async def _bucket(admin: Admin, bucket: str, wanted: _Values) -> Suspect:
     newest: dict[str, bool] = {}
     named: set[str] = set()
     try:
-        async for message in _messages(admin, f"{BUCKET}{bucket}"):
+        async for message in messages(admin, f"{BUCKET}{bucket}"):
             key = message.subject.removeprefix(f"{OF_KEYS}{bucket}.")
             if kind == "windows" and key.startswith("="):
                 continue  # how far time has come, of all keys
@@ -129,9 +129,13 @@ async def _counters(admin: Admin, app: str, wanted: _Values) -> list[Suspect]:
     ]
 
 
-async def _messages(admin: Admin, stream: str) -> AsyncIterator[Message]:
-    last = (await admin.stream_info(stream)).last_sequence
-    reading = admin.read_chunks(stream, filter_subjects=(), start_sequence=1, last_sequence=last)
+async def messages(
+    admin: Admin, stream: str, *, after: int = 0, last: int | None = None, subjects: Sequence[str] = ()
+) -> AsyncIterator[Message]:
+    """Yield the messages of a stream after a sequence, up to `last` or its present end, of some subjects or of all."""
+    if last is None:
+        last = (await admin.stream_info(stream)).last_sequence
+    reading = admin.read_chunks(stream, filter_subjects=subjects, start_sequence=after + 1, last_sequence=last)
     async with aclosing(reading):
         async for chunk in reading:
             for message in chunk:

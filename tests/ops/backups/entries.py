@@ -11,7 +11,7 @@ from pathlib import Path
 from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import archive, chains, increments, s2
 from aviso_workers.ops.backups.encryption import Identities
-from aviso_workers.ops.backups.storage import Backup, Draft, place_of
+from aviso_workers.ops.backups.storage import Backup, Draft, new_record, place_of
 
 TIME = "2026-01-01T00:00:00Z"
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -76,10 +76,6 @@ def backed_up(
             with chains.opened_entries(since, identities) as before:
                 now = archive.entries(io.BytesIO(packed(data)))
                 draft.write_all(s2.written(increments.encode(now, before)))
-        return draft.finish(
-            config={"name": "MARS", "subjects": ["mars.>"]},
-            state=SnapshotState(state),
-            made=made,
-            server_version="2.15.0",
-            previous=chains.link_to(since) if since else None,
-        )
+        previous = chains.link_to(since) if since else None
+        record = new_record(made, server_version="2.15.0", previous=previous)
+        return draft.finish({"name": "MARS", "subjects": ["mars.>"]}, SnapshotState(state), record)

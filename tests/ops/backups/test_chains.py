@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,12 +184,12 @@ def test_a_cleansing_that_is_killed_leaves_backups_that_restore_and_is_repeated(
 
     finish, done = Draft.finish, 0
 
-    def finish_some(self: Draft, **said: object) -> Backup:
+    def finish_some(self: Draft, *said: Any) -> Backup:
         nonlocal done
         if done == killed_at:
             raise KilledError
         done += 1
-        return finish(self, **said)  # type: ignore[arg-type]
+        return finish(self, *said)
 
     with monkeypatch.context() as patch:
         patch.setattr(Draft, "finish", finish_some)
