@@ -230,16 +230,9 @@ class _Look(Struct, frozen=True):
     before: list[ConsumerInfo]
 
     @property
-    def lag(self) -> int:
-        return sum(each.lag for each in self.now)
-
-    @property
-    def deliveries(self) -> int:
-        return sum(each.deliveries for each in self.now)
-
-    @property
     def moves(self) -> bool:
-        return self.deliveries != sum(each.deliveries for each in self.before)
+        """Whether something was delivered in between."""
+        return sum(each.deliveries for each in self.now) != sum(each.deliveries for each in self.before)
 
     @property
     def is_asked(self) -> bool:
@@ -330,7 +323,7 @@ def _half_paused(a: AgentFacts) -> Found:
 
 def _no_worker(a: AgentFacts) -> Found:
     look = _look(a)
-    if not look.lag or look.is_asked or look.moves:
+    if not a.lag or look.is_asked or look.moves:
         return None
     since = _quiet_since(look.now)
     if since is not None and a.oldest_pending is not None:
@@ -343,7 +336,7 @@ def _no_worker(a: AgentFacts) -> Found:
         if since is None or (a.now - since).total_seconds() < takes:
             return None
     names = [worker.name for worker, _ in a.at_work]
-    return since, f"{look.lag} wait, and {f'{names[0]} lives and asks for nothing' if names else 'no worker runs'}"
+    return since, f"{a.lag} wait, and {f'{names[0]} lives and asks for nothing' if names else 'no worker runs'}"
 
 
 def _stuck(a: AgentFacts) -> Found:
@@ -352,18 +345,14 @@ def _stuck(a: AgentFacts) -> Found:
         return None
     record = known(a.record)
     silent = look.moves and now.num_redelivered and now.last_settled is not None and a.now - now.last_settled > SILENT
-    if silent and _settled_at(look.before) == _settled_at(look.now) and not _explained(a, now.ack_floor):
-        text = f"{now.num_redelivered} are delivered again and again, and no acknowledgement comes"
-        return now.last_settled, text
+    settled, settled_before = ([each.last_settled for each in consumers] for consumers in (look.now, look.before))
+    if silent and settled == settled_before and not _explained(a, now.ack_floor):
+        return now.last_settled, f"{now.num_redelivered} are delivered again and again, and no acknowledgement comes"
     since, longest = unfinished_since(now, record), _longest_seconds(now, record)
     if since is None or (a.now - since).total_seconds() <= longest or _explained(a, now.ack_floor):
         return None
     text = f"{now.num_ack_pending} are delivered and not finished, the oldest after sequence {now.ack_floor}"
     return since + timedelta(seconds=longest), text
-
-
-def _settled_at(consumers: list[ConsumerInfo]) -> list[datetime | None]:
-    return [each.last_settled for each in consumers]
 
 
 def _explained(a: AgentFacts, floor: int) -> bool:
@@ -385,12 +374,9 @@ def _blocked(a: AgentFacts) -> Found:
     first = min(found, key=lambda each: (each.stream, each.sequence))
     key, behind = (f" (key {first.key})" if first.key else ""), sum(each.behind for each in found)
     waits = f", {behind} wait{'s' * (behind == 1)} behind {'it' if len(found) == 1 else 'them'}" if behind else ""
-    more = f" and {_others(len(found), len(a.retrying))}" if len(found) > 1 else ""
+    at_least = "at least " if len(a.retrying) >= MAX_RETRYING else ""
+    more = f" and {at_least}{len(found) - 1} more" if len(found) > 1 else ""
     return failure.since, f"at {first.stream}@{first.sequence}{key}{more}{waits}: {first.error}"
-
-
-def _others(count: int, recorded: int) -> str:
-    return f"at least {count - 1} more" if recorded >= MAX_RETRYING else f"{count - 1} more"
 
 
 def _two_programs(a: AgentFacts) -> Found:
@@ -400,11 +386,11 @@ def _two_programs(a: AgentFacts) -> Found:
 def _away(a: AgentFacts) -> Found:
     _workers(a)
     found = [(worker.since(each.away_seconds), each.away) for worker, each in a.at_work if each.away]
-    if not found or not (lag := sum(each.lag for each in _consumers(a))):
+    if not found or not _consumers(a) or not a.lag:
         return None
     since, error = min(found)
     some = "" if len(found) == len(a.at_work) else f"in {len(found)} of {len(a.at_work)} workers, "
-    return since, f"{some}{error}; {lag} wait, and no attempt is used"
+    return since, f"{some}{error}; {a.lag} wait, and no attempt is used"
 
 
 def _failing(a: AgentFacts) -> Found:
@@ -428,10 +414,10 @@ def _pacing(a: AgentFacts) -> Found:
 
 def _behind(a: AgentFacts) -> Found:
     look = _look(a)
-    if a.pending < CATCHES_UP or look.lag <= sum(each.lag for each in look.before):
+    if a.pending < CATCHES_UP or a.lag <= sum(each.lag for each in look.before):
         return None
     known(a.workers)
-    return a.oldest_pending or a.now, f"{look.lag} wait, more than before; {len(a.at_work)} workers run"
+    return a.oldest_pending or a.now, f"{a.lag} wait, more than before; {len(a.at_work)} workers run"
 
 
 def _paused(a: AgentFacts) -> Found:
@@ -456,9 +442,7 @@ def _never_started(a: AgentFacts) -> Found:
 
 
 def _catching_up(a: AgentFacts) -> Found:
-    return (
-        (None, "") if known(a.events) is not None and sum(e.num_pending for e in _consumers(a)) >= CATCHES_UP else None
-    )
+    return (None, "") if known(a.events) is not None and _consumers(a) and a.pending >= CATCHES_UP else None
 
 
 def _working(a: AgentFacts) -> Found:

@@ -109,7 +109,25 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
 
 def streams(now: ServerSnapshot, before: ServerSnapshot) -> list[StreamRow]:
     """Return a row for each stream, in the order of their names."""
-    return [_stream_row(name, now, before) for name in sorted(now.streams)]
+    return [
+        StreamRow(
+            stream=name,
+            messages=found.messages,
+            bytes=found.bytes,
+            used=found.part_used,
+            deleted=found.deleted,
+            rate=_per_second(found.last_sequence - before.streams.get(name, found).last_sequence, now, before),
+            last=found.last_time,
+            time=found.time,
+            consumers=found.consumers,
+            replicas=found.config.num_replicas,
+            current=None if found.cluster == Cluster() else 1 + sum(peer.current for peer in found.cluster.followers),
+            leader=found.cluster.leader,
+            sealed=found.config.sealed,
+            trouble=_trouble(found),
+        )
+        for name, found in sorted(now.streams.items())
+    ]
 
 
 async def servers(admin: Admin, config: Config, named: Sequence[str]) -> list[ServerRow]:
@@ -147,26 +165,6 @@ def consumers(now: ServerSnapshot, before: ServerSnapshot, *, stream: str = "") 
     judged = agent_report.by_consumer(now, before)
     rows = [_consumer_row(key, now, before, judged.get(key)) for key in now.consumers if stream in ("", key[0])]
     return sorted(rows, key=lambda row: (-row.lag, row.stream, row.consumer))
-
-
-def _stream_row(name: str, now: ServerSnapshot, before: ServerSnapshot) -> StreamRow:
-    found = now.streams[name]
-    return StreamRow(
-        stream=name,
-        messages=found.messages,
-        bytes=found.bytes,
-        used=found.part_used,
-        deleted=found.deleted,
-        rate=_per_second(found.last_sequence - before.streams.get(name, found).last_sequence, now, before),
-        last=found.last_time,
-        time=found.time,
-        consumers=found.consumers,
-        replicas=found.config.num_replicas,
-        current=None if found.cluster == Cluster() else 1 + sum(peer.current for peer in found.cluster.followers),
-        leader=found.cluster.leader,
-        sealed=found.config.sealed,
-        trouble=_trouble(found),
-    )
 
 
 def _consumer_row(
