@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import anyio
 import typer
@@ -31,7 +31,8 @@ SECONDS = 3.0
 
 def event_types(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the event types of the configuration that begin with what was typed."""
-    return _beginning(incomplete, _configured(ctx))
+    config = _config(ctx)
+    return _beginning(incomplete, config.notification_schema if config else ())
 
 
 def streams(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -85,11 +86,6 @@ def _is_plain(name: str) -> bool:
     return quoted(name) == name and not name.startswith(("-", "="))  # zsh reads =NAME as the path of a program
 
 
-def _configured(ctx: typer.Context) -> Iterable[str]:
-    config = _config(ctx)
-    return config.notification_schema if config else ()
-
-
 def _config(ctx: typer.Context) -> Config | None:
     given = ctx.params
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # of an author's module that is imported
@@ -117,5 +113,5 @@ def _asked(ctx: typer.Context, ask: Callable[[OpenedServer], Awaitable[Iterable[
         return ()
 
 
-Event = Annotated[str, argument("EVENT", "The event type, e.g. mars.", autocompletion=event_types)]
-Stream = Annotated[str, argument("STREAM", "Name of the stream, e.g. MARS.", autocompletion=streams)]
+EVENT = argument("EVENT", "The event type, e.g. mars.", autocompletion=event_types)
+STREAM = argument("STREAM", "Name of the stream, e.g. MARS.", autocompletion=streams)

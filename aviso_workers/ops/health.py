@@ -172,8 +172,6 @@ class Condition(Struct, frozen=True, kw_only=True):
     holds: Callable[[AgentFacts], Found]
     patience: float
     """Seconds for which it needs nobody."""
-    cure: str
-    """With `{app}`, `{agent}` and `{stream}`."""
     masked: bool = False
     """Whether a pause explains it."""
 
@@ -461,102 +459,20 @@ def _idle(a: AgentFacts) -> Found:
 
 
 UNKNOWN, PAUSED = "unknown", "paused"
-CURE_OF_UNKNOWN = (
-    "Give our user the role operator (`aviso-workers server render --role operator`) where a right is missing; start "
-    "the servers that do not answer. Where workers do not record themselves, give their user the right to "
-    "(`aviso-workers server render --role worker --app MODULE:APP`)."
-)
 CONDITIONS = (
-    Condition(
-        name="stream gone",
-        holds=_stream_gone,
-        patience=0,
-        cure="If another stream has its subjects, take them from that one. Then `aviso-workers streams apply`, with "
-        "`--app MODULE:APP` where its event type is declared in Python, makes the stream again with its subjects.",
-    ),
-    Condition(
-        name="consumer gone",
-        holds=_consumer_gone,
-        patience=60,
-        cure="Start a worker of {app}, or read the log of the one that runs (`agent.disturbed`): the stream may be at "
-        "its max_consumers. If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`.",
-    ),
-    Condition(
-        name="not begun",
-        holds=_not_begun,
-        patience=60,
-        cure="Read the log of the worker (`agent.disturbed`) and its `/readyz`: they say why it cannot read {stream}.",
-    ),
-    Condition(
-        name="hindered",
-        holds=_hindered,
-        patience=10,
-        cure="Do what the sentence names: give the worker's user the right (`aviso-workers server render --role "
-        "worker --app MODULE:APP`), or start that worker again where a call is stuck.",
-    ),
-    Condition(
-        name="half paused",
-        holds=_half_paused,
-        patience=0,
-        cure="`aviso-workers agents resume {app}/{agent}`, or pause it again.",
-    ),
-    Condition(
-        name="no worker",
-        holds=_no_worker,
-        patience=60,
-        masked=True,
-        cure="Start a worker of {app} (`aviso-workers worker MODULE:APP`), or start that one again that asks for "
-        "nothing. If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`.",
-    ),
-    Condition(
-        name="stuck",
-        holds=_stuck,
-        patience=0,
-        masked=True,
-        cure="Read the workers' logs. `aviso-workers streams get {stream} SEQUENCE` shows the notification. If its "
-        "handler may take so long, give the agent a longer `timeout`; else start the worker again that holds it.",
-    ),
-    Condition(
-        name="blocked",
-        holds=_blocked,
-        patience=0,
-        cure="Repair the cause of the error: it is tried again by itself, or at once by `aviso-workers agents retry "
-        "{app}/{agent} --all`. `aviso-workers agents skip {app}/{agent} --all` makes a dead letter of it.",
-    ),
-    Condition(
-        name="two programs",
-        holds=_two_programs,
-        patience=300,
-        cure="Finish the deploy, or give one of the apps, or one of the agents, another name.",
-    ),
-    Condition(
-        name="away",
-        holds=_away,
-        patience=300,
-        masked=True,
-        cure="Bring back what the error names: the agent goes on by itself within seconds.",
-    ),
-    Condition(
-        name="failing",
-        holds=_failing,
-        patience=300,
-        masked=True,
-        cure="`aviso-workers agents retrying {app}/{agent}` lists what is tried again and why.",
-    ),
-    Condition(
-        name="pacing",
-        holds=_pacing,
-        patience=900,
-        masked=True,
-        cure="`aviso-workers agents retrying {app}/{agent}` lists what is tried again and why.",
-    ),
-    Condition(
-        name="behind",
-        holds=_behind,
-        patience=900,
-        masked=True,
-        cure="Start more workers of {app}, raise the agent's concurrency, or make its handler faster.",
-    ),
+    Condition(name="stream gone", holds=_stream_gone, patience=0),
+    Condition(name="consumer gone", holds=_consumer_gone, patience=60),
+    Condition(name="not begun", holds=_not_begun, patience=60),
+    Condition(name="hindered", holds=_hindered, patience=10),
+    Condition(name="half paused", holds=_half_paused, patience=0),
+    Condition(name="no worker", holds=_no_worker, patience=60, masked=True),
+    Condition(name="stuck", holds=_stuck, patience=0, masked=True),
+    Condition(name="blocked", holds=_blocked, patience=0),
+    Condition(name="two programs", holds=_two_programs, patience=300),
+    Condition(name="away", holds=_away, patience=300, masked=True),
+    Condition(name="failing", holds=_failing, patience=300, masked=True),
+    Condition(name="pacing", holds=_pacing, patience=900, masked=True),
+    Condition(name="behind", holds=_behind, patience=900, masked=True),
 )
 """In the order in which they count."""
 CALM: dict[str, Callable[[AgentFacts], Found]] = {
@@ -572,7 +488,46 @@ CALM: dict[str, Callable[[AgentFacts], Found]] = {
 STATES = (UNKNOWN, *(each.name for each in CONDITIONS), *CALM)
 """All states, the worst first."""
 BY_NAME = {each.name: each for each in CONDITIONS}
-CURES = {UNKNOWN: CURE_OF_UNKNOWN} | {each.name: each.cure for each in CONDITIONS}
+CURES = {
+    UNKNOWN: (
+        "Give our user the role operator (`aviso-workers server render --role operator`) where a right is missing; "
+        "start the servers that do not answer. Where workers do not record themselves, give their user the right to "
+        "(`aviso-workers server render --role worker --app MODULE:APP`)."
+    ),
+    "stream gone": (
+        "If another stream has its subjects, take them from that one. Then `aviso-workers streams apply`, with `--app "
+        "MODULE:APP` where its event type is declared in Python, makes the stream again with its subjects."
+    ),
+    "consumer gone": (
+        "Start a worker of {app}, or read the log of the one that runs (`agent.disturbed`): the stream may be at its "
+        "max_consumers. If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`."
+    ),
+    "not begun": (
+        "Read the log of the worker (`agent.disturbed`) and its `/readyz`: they say why it cannot read {stream}."
+    ),
+    "hindered": (
+        "Do what the sentence names: give the worker's user the right (`aviso-workers server render --role worker "
+        "--app MODULE:APP`), or start that worker again where a call is stuck."
+    ),
+    "half paused": "`aviso-workers agents resume {app}/{agent}`, or pause it again.",
+    "no worker": (
+        "Start a worker of {app} (`aviso-workers worker MODULE:APP`), or start that one again that asks for nothing. "
+        "If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`."
+    ),
+    "stuck": (
+        "Read the workers' logs. `aviso-workers streams get {stream} SEQUENCE` shows the notification. If its handler "
+        "may take so long, give the agent a longer `timeout`; else start the worker again that holds it."
+    ),
+    "blocked": (
+        "Repair the cause of the error: it is tried again by itself, or at once by `aviso-workers agents retry "
+        "{app}/{agent} --all`. `aviso-workers agents skip {app}/{agent} --all` makes a dead letter of it."
+    ),
+    "two programs": "Finish the deploy, or give one of the apps, or one of the agents, another name.",
+    "away": "Bring back what the error names: the agent goes on by itself within seconds.",
+    "failing": "`aviso-workers agents retrying {app}/{agent}` lists what is tried again and why.",
+    "pacing": "`aviso-workers agents retrying {app}/{agent}` lists what is tried again and why.",
+    "behind": "Start more workers of {app}, raise the agent's concurrency, or make its handler faster.",
+}
 """What to do, by state, with `{app}`, `{agent}` and `{stream}`."""
 MASKED = frozenset(each.name for each in CONDITIONS if each.masked)
 RULES = {each.name: each.holds for each in CONDITIONS} | CALM

@@ -19,7 +19,6 @@ from aviso_workers.errors import ServerProcessError
 from aviso_workers.jetstream.info import Cluster, StreamInfo
 from aviso_workers.ops import agent_report
 from aviso_workers.ops.doctor import monitoring_port
-from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.health import Judgement, why_stuck
 from aviso_workers.ops.snapshots import ServerSnapshot
 
@@ -142,22 +141,19 @@ async def servers(admin: Admin, config: Config, named: Sequence[str]) -> list[Se
         try:
             found = await anyio.to_thread.run_sync(monitoring_port.inspect, url)
             if named or found.is_of(connected):
-                rows.append(_server_row(found))
+                jetstream = found.varz.jetstream
+                row = ServerRow(
+                    server=found.name,
+                    bytes=jetstream.stats.storage,
+                    may_store=jetstream.config.max_storage,
+                    free=shutil.disk_usage(found.disk).free if found.disk else None,
+                    trouble="" if found.health == "ok" else found.health,
+                )
+                rows.append(row)
         except ServerProcessError as error:
             if named:
                 rows.append(ServerRow(server=url, bytes=0, may_store=0, free=None, trouble=str(error)))
     return rows
-
-
-def _server_row(found: Monitored) -> ServerRow:
-    jetstream = found.varz.jetstream
-    return ServerRow(
-        server=found.name,
-        bytes=jetstream.stats.storage,
-        may_store=jetstream.config.max_storage,
-        free=shutil.disk_usage(found.disk).free if found.disk else None,
-        trouble="" if found.health == "ok" else found.health,
-    )
 
 
 def consumers(now: ServerSnapshot, before: ServerSnapshot, *, stream: str = "") -> list[ConsumerRow]:
