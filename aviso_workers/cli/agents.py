@@ -138,11 +138,7 @@ def parts_of(target: str, *, form: str = "APP/AGENT") -> tuple[str, str]:
 
 
 @agents.command()
-def show(
-    target: str = APP_OR_AGENT,
-    as_json: bool = AS_JSON,
-    config: ConfigSource | None = CONFIG,
-) -> None:
+def show(target: str = APP_OR_AGENT, as_json: bool = AS_JSON, config: ConfigSource | None = CONFIG) -> None:
     """Show the policy and the progress of each agent of an app, and how its consumer on the server differs.
 
     If the server does not answer, only the policy is shown, and the exit code is 1. By the name of an app, the policy
@@ -240,11 +236,7 @@ def _last_failure(facts: AgentFacts) -> str:
 
 
 @agents.command()
-def retrying(
-    target: str = AGENT,
-    as_json: bool = AS_JSON,
-    config: ConfigSource | None = CONFIG,
-) -> None:
+def retrying(target: str = AGENT, as_json: bool = AS_JSON, config: ConfigSource | None = CONFIG) -> None:
     """Show which notifications an agent retries, why, and how many wait behind each by `order_by`. `agents retry` tries
     one again now, and `agents skip` makes a dead letter of it.
 

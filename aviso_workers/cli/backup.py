@@ -346,16 +346,10 @@ def _described(made: Backup) -> str:
 
 
 def _row(found: backups.Backup) -> tuple[str | int, ...]:
-    version = found.record.server_version if found.record else ""
-    return (
-        found.stream,
-        time_text(found.made),
-        found.state.messages,
-        found.size,
-        version or "unknown",
-        (f"after {found.previous.directory}" if found.previous else "full") + ", encrypted" * found.encrypted,
-        str(found.directory),
-    )
+    version = (found.record and found.record.server_version) or "unknown"
+    kind = (f"after {found.previous.directory}" if found.previous else "full") + ", encrypted" * found.encrypted
+    counts = (found.state.messages, found.size)
+    return (found.stream, time_text(found.made), *counts, version, kind, str(found.directory))
 
 
 def _cells(row: Iterable[str | int]) -> Iterator[str]:

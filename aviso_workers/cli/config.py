@@ -45,10 +45,9 @@ def show(config: ConfigSource | None = CONFIG) -> None:
     Example: aviso-workers config show --app mine.agents:app
     """
     loaded = load(config)
-    columns = Columns("key", "value", "from")
     settings = settings_of_installed(loaded.workers.agents)
     shown = display.effective(loaded, agents=settings)
-    columns.print([(path, json.dumps(value), origin) for path, value, origin in shown])
+    Columns("key", "value", "from").print([(path, json.dumps(value), origin) for path, value, origin in shown])
     for warning in loaded.warnings:
         echo(f"warning: {warning}", err=True)
 
@@ -94,5 +93,4 @@ def files(
     if name is not None:
         typer.echo(shipped_files.read(name), nl=False)
         return
-    columns = Columns("file", "is")
-    columns.print(list(shipped_files.FILES.items()))
+    Columns("file", "is").print(list(shipped_files.FILES.items()))

@@ -332,16 +332,9 @@ def _run(config: ConfigSource | None, run: Run) -> None:
 
 
 def _row(dead_letter: DeadLetter) -> tuple[str, ...]:
-    return (
-        str(dead_letter.sequence),
-        time_text(dead_letter.time),
-        dead_letter.app,
-        dead_letter.agent,
-        dead_letter.reason,
-        str(dead_letter.attempts),
-        f"{dead_letter.stream}@{dead_letter.original.sequence}",
-        dead_letter.error,
-    )
+    of = (dead_letter.app, dead_letter.agent, dead_letter.reason, str(dead_letter.attempts))
+    original = f"{dead_letter.stream}@{dead_letter.original.sequence}"
+    return (str(dead_letter.sequence), time_text(dead_letter.time), *of, original, dead_letter.error)
 
 
 def _group_row(group: Group) -> tuple[str, ...]:

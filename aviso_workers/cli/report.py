@@ -206,16 +206,8 @@ TOP_CONSUMERS = ("stream", "consumer", "lag", "lag change per s", "redelivered",
 def _stream_row(row: StreamRow) -> tuple[str, ...]:
     used = "-" if row.used is None else f"{row.used:.0%}"
     replicas = str(row.replicas) if row.current is None else f"{row.current} of {row.replicas}"
-    return (
-        row.stream,
-        str(row.messages),
-        decimal(row.bytes),
-        used,
-        f"{row.rate:.1f}",
-        duration((row.time - row.last).total_seconds()) if row.last else "never",
-        replicas,
-        row.note,
-    )
+    last = duration((row.time - row.last).total_seconds()) if row.last else "never"
+    return (row.stream, str(row.messages), decimal(row.bytes), used, f"{row.rate:.1f}", last, replicas, row.note)
 
 
 def _server_row(row: ServerRow) -> tuple[str, ...]:
@@ -225,17 +217,10 @@ def _server_row(row: ServerRow) -> tuple[str, ...]:
 
 def _mirror_row(link: Link) -> tuple[str, ...]:
     origin = f"{link.origin} at {link.api}" if link.api else link.origin
-    contact = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
+    heard = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
+    contact = "" if link.relation == "promoted" else heard
     compared = "" if link.relation != "mirror" else "not" if link.equal is None else f"{link.equal} are the same"
-    return (
-        link.stream,
-        link.relation,
-        origin,
-        str(link.lag),
-        "" if link.relation == "promoted" else contact,
-        compared,
-        link.trouble,
-    )
+    return (link.stream, link.relation, origin, str(link.lag), contact, compared, link.trouble)
 
 
 def _use_row(use: ResourceUse) -> tuple[str, ...]:

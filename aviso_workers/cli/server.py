@@ -209,13 +209,7 @@ def _as_account(config: Config) -> str:
 
 def _print_states(states: Iterable[processes.NodeState], *, as_json: bool = False) -> None:
     rows = [
-        (
-            state.node.name,
-            str(state.pid or "-"),
-            state.node.url,
-            f"http://127.0.0.1:{state.node.monitoring_port}",
-            state.health,
-        )
-        for state in states
+        (of.node.name, str(of.pid or "-"), of.node.url, f"http://127.0.0.1:{of.node.monitoring_port}", of.health)
+        for of in states
     ]
     print_rows(SERVERS, rows, none="no servers", as_json=as_json)
