@@ -16,7 +16,7 @@ from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import agent_control, audit, retirement, retried
-from aviso_workers.ops.agent_control import AgentConsumer, Reset
+from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.retirement import Retirement
 from aviso_workers.state.orders import Decides
 
@@ -107,7 +107,17 @@ def reset(
 
     async def run(server: OpenedServer, agent: AgentConsumer) -> None:
         plan = await agent_control.plan_reset(server.admin, agent, position)
-        _print_plan(plan)
+        rows = [
+            ("goes on at", f"{agent.stream}@{plan.sequence}"),
+            ("handled again", str(plan.again)),
+            ("passed over", str(plan.passed_over)),
+        ]
+        if not plan.has_consumer:
+            rows.append(("its consumer", "does not exist; the worker that creates it begins there"))
+        if plan.unsettled:
+            rows.append(("abandoned", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
+        typer.echo(f"{agent.agent} of {agent.app}:")
+        print_record(rows)
         confirm(yes, to="reset it")
         async with recorded(server, "reset-agent", agent.name, to=to) as result:
             ahead = await agent_control.reset(server.admin, plan)
@@ -223,20 +233,6 @@ def _control(
 def _on_all(agent: AgentConsumer) -> str:
     """Return the streams, where the agent has a consumer on several."""
     return f", on {', '.join((agent.stream, *agent.beside))}" if agent.beside else ""
-
-
-def _print_plan(plan: Reset) -> None:
-    rows = [
-        ("goes on at", f"{plan.agent.stream}@{plan.sequence}"),
-        ("handled again", str(plan.again)),
-        ("passed over", str(plan.passed_over)),
-    ]
-    if not plan.has_consumer:
-        rows.append(("its consumer", "does not exist; the worker that creates it begins there"))
-    if plan.unsettled:
-        rows.append(("abandoned", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
-    typer.echo(f"{plan.agent.agent} of {plan.agent.app}:")
-    print_record(rows)
 
 
 def _decide(

@@ -79,11 +79,9 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
     """Return the names that begin with what was typed, without those that a shell or a command reads as more than a
     name: bash inserts `$(...)` as it is and runs it, and a command takes `-x` for an option.
     """
-    return sorted({name for name in names if name.startswith(incomplete) and _is_plain(name)})
-
-
-def _is_plain(name: str) -> bool:
-    return quoted(name) == name and not name.startswith(("-", "="))  # zsh reads =NAME as the path of a program
+    plain = (name for name in names if quoted(name) == name)
+    no_name = ("-", "=")  # zsh reads =NAME as the path of a program
+    return sorted({name for name in plain if name.startswith(incomplete) and not name.startswith(no_name)})
 
 
 def _config(ctx: typer.Context) -> Config | None:

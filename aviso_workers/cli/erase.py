@@ -70,10 +70,11 @@ def _print(survey: Survey) -> None:
     if not survey.findings:
         typer.echo("nothing matches")
     else:
-        rows = [
-            (finding.stream, finding.what, str(len(finding.sequences)), _sequences(finding.sequences))
-            for finding in survey.findings
-        ]
+        rows = []
+        for finding in survey.findings:
+            found = finding.sequences
+            some = ", ".join(map(str, found[:SHOWN])) + (", ..." if len(found) > SHOWN else "")
+            rows.append((finding.stream, finding.what, str(len(found)), some))
         print_table(("stream", "holds", "messages", "sequences"), rows)
     for suspect in survey.suspects:
         _print_suspect(suspect)
@@ -116,7 +117,3 @@ def _print_suspect(suspect: Suspect) -> None:
         echo(f"  --key {quoted(f'{suspect.name}/{key}')}")
     if len(suspect.named) > SHOWN_KEYS:
         echo(f"  and {len(suspect.named) - SHOWN_KEYS} more")
-
-
-def _sequences(sequences: tuple[int, ...]) -> str:
-    return ", ".join(map(str, sequences[:SHOWN])) + (", ..." if len(sequences) > SHOWN else "")

@@ -113,30 +113,21 @@ def recover(
             result.text = f"{stream}: {recovered.published} messages published, {there}"
         return recovered
 
-    if not yes:
-        _print_missing(stream, *connected(config, list_missing))
-        return
-    _print_recovered(stream, connected(config, publish))
-
-
-def _print_missing(stream: str, count: int, undecided: int) -> None:
-    """Print how many messages only the origin has; exit 2 where some are to be published, 3 where some cannot be
-    compared.
-    """
-    if count > MAX_LISTED:
-        typer.echo(f"... and {count - MAX_LISTED} more")
-    typer.echo(f"only the origin of {stream} has {count} messages")
-    _print_undecided(undecided)
-    confirm(not count, to=f"publish them to {stream}, behind what it has")
+    if yes:
+        recovered = connected(config, publish)
+        if recovered.superseded:
+            newer = f"{stream} has a newer one of their subject"
+            typer.echo(f"{recovered.superseded} were not published, because {newer}")
+        undecided = recovered.undecided
+        _print_undecided(undecided)
+    else:
+        count, undecided = connected(config, list_missing)
+        if count > MAX_LISTED:
+            typer.echo(f"... and {count - MAX_LISTED} more")
+        typer.echo(f"only the origin of {stream} has {count} messages")
+        _print_undecided(undecided)
+        confirm(not count, to=f"publish them to {stream}, behind what it has")
     end_where(undecided, code=NOT_PROVEN)
-
-
-def _print_recovered(stream: str, found: Recovered) -> None:
-    """Print why some messages were not published; exit 3 where some cannot be compared."""
-    if found.superseded:
-        typer.echo(f"{found.superseded} were not published, because {stream} has a newer one of their subject")
-    _print_undecided(found.undecided)
-    end_where(found.undecided, code=NOT_PROVEN)
 
 
 def _print_undecided(count: int) -> None:

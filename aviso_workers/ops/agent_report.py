@@ -102,12 +102,11 @@ async def of_server(
     counts = agent_inventory.dead_letters(admin, without=now.unavailable)
     dead = await asked(now.denied, "dead letters", counts, None)
     seconds = now.at - before.at if before is not None else 0.0
-    found = []
-    for each in _compared(now, before, declared=[*declared(config, now.recorded.apps), *code]):
-        count = None if dead is None else dead.get((each.app, each.agent), 0)
-        known = structs.replace(each, dead_letters=count)
-        found.append(AgentHealth(facts=known, judgement=health.judge(known), seconds=seconds))
-    return found
+    found = [
+        structs.replace(each, dead_letters=None if dead is None else dead.get((each.app, each.agent), 0))
+        for each in _compared(now, before, declared=[*declared(config, now.recorded.apps), *code])
+    ]
+    return [AgentHealth(facts=each, judgement=health.judge(each), seconds=seconds) for each in found]
 
 
 def by_consumer(

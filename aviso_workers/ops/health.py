@@ -435,10 +435,6 @@ def _removed(a: AgentFacts) -> Found:
     return record.time, f"its consumer was removed by an operator at {time_text(record.time)}, {settled}"
 
 
-def _never_started(a: AgentFacts) -> Found:
-    return (None, "no worker has ever created its consumer") if known(a.events) is None else None
-
-
 def _catching_up(a: AgentFacts) -> Found:
     return (None, "") if known(a.events) is not None and _consumers(a) and a.pending >= CATCHES_UP else None
 
@@ -452,10 +448,6 @@ def _at_rest(a: AgentFacts) -> Found:
     if not look.now or look.is_asked or known(a.workers):
         return None
     return _quiet_since(look.now), "no worker runs, and nothing waits"
-
-
-def _idle(a: AgentFacts) -> Found:
-    return (None, "") if known(a.events) is not None else None
 
 
 UNKNOWN, PAUSED = "unknown", "paused"
@@ -478,11 +470,11 @@ CONDITIONS = (
 CALM: dict[str, Callable[[AgentFacts], Found]] = {
     PAUSED: _paused,
     "removed": _removed,
-    "never started": _never_started,
+    "never started": lambda a: (None, "no worker has ever created its consumer") if known(a.events) is None else None,
     "catching up": _catching_up,
     "working": _working,
     "at rest": _at_rest,
-    "idle": _idle,
+    "idle": lambda a: (None, "") if known(a.events) is not None else None,
 }
 """What needs nobody, in the order in which it counts."""
 STATES = (UNKNOWN, *(each.name for each in CONDITIONS), *CALM)

@@ -111,7 +111,9 @@ def _move(
             apart(server.jetstream.encryption, stores=new_stores, directory=work / "new") as new,
         ):
             moved = anyio.run(_move_accounts, old, new, users, tell)
-        _require_on_disk(moved, new_stores)
+        found = frozenset[Asset]().union(*(store.on_disk(store.within(place)) for place in new_stores.values()))
+        if missing := moved - found:
+            raise BackupError(f"the new stores lack what was copied: {store.describe(missing, of=moved)}")
     except BaseException:
         _clear(work, new_stores)
         raise
@@ -225,9 +227,3 @@ def _opened(nodes: Sequence[Node], user: _User) -> AbstractAsyncContextManager[A
     settings = JetStream(nats_url=urls, user=user.name, password=user.password)
     backend = NotificationBackend(kind="jetstream", jetstream=settings)
     return open_backend(Config(notification_backend=backend))
-
-
-def _require_on_disk(moved: frozenset[Asset], new_stores: Mapping[str, Path]) -> None:
-    found = frozenset[Asset]().union(*(store.on_disk(store.within(place)) for place in new_stores.values()))
-    if missing := moved - found:
-        raise BackupError(f"the new stores lack what was copied: {store.describe(missing, of=moved)}")
