@@ -16,7 +16,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -192,9 +192,7 @@ command = typer.Typer(
 
 @command.callback()
 def _before_each(
-    _version: Annotated[
-        bool, flag("--version", "Print the version and exit.", callback=_print_version, is_eager=True)
-    ] = False,
+    _version: bool = flag("--version", "Print the version and exit.", callback=_print_version, is_eager=True),
 ) -> None:
     pass  # with it, typer makes a group, although no command is added to it
 

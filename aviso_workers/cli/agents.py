@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any
 
 import anyio
 import typer
@@ -15,18 +14,18 @@ from rich.text import Text
 from aviso_workers.app import App
 from aviso_workers.aviso.literals import printable, time_text
 from aviso_workers.cli import completion
-from aviso_workers.cli.options import argument, flag
-from aviso_workers.cli.output import AsJson, echo, print_json, print_record, print_rows, table, terminal
-from aviso_workers.cli.report import Seconds, keep_shown, two_snapshots
+from aviso_workers.cli.options import argument, end_where, flag
+from aviso_workers.cli.output import AS_JSON, echo, print_json, print_record, print_rows, table, terminal
+from aviso_workers.cli.report import SECONDS, keep_shown, two_snapshots
 from aviso_workers.cli.targets import (
-    ConfigOption,
+    CONFIG,
+    ConfigSource,
     OpenedServer,
     connected,
     find_app,
     named_app,
     opened,
 )
-from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_control, agent_report, aviso_admin, snapshots
 from aviso_workers.ops.agent_report import AgentHealth, AgentRow
@@ -45,23 +44,21 @@ ANSWER_SECONDS = 30.0
 
 MAYBE_AGENT_HELP = "The app, by its name or as MODULE:APP, or one of its agents."
 
-AgentArgument = Annotated[
-    str,
-    argument("APP/AGENT", "The agent, after its app: the app's name, or MODULE:APP.", autocompletion=completion.agents),
-]
-AppOrAgent = Annotated[str, argument("APP[/AGENT]", MAYBE_AGENT_HELP, autocompletion=completion.apps)]
+AGENT = argument(
+    "APP/AGENT", "The agent, after its app: the app's name, or MODULE:APP.", autocompletion=completion.agents
+)
+APP_OR_AGENT = argument("APP[/AGENT]", MAYBE_AGENT_HELP, autocompletion=completion.apps)
 
 
 @agents.command("ls")
 def list_agents(
-    target: Annotated[
-        str | None,
-        argument("APP[/AGENT]", f"{MAYBE_AGENT_HELP} Default: all.", autocompletion=completion.apps),
-    ] = None,
-    watch: Annotated[bool, flag("--watch", "Update the list until Ctrl-C, every --seconds.")] = False,
-    seconds: Seconds = 2.0,
-    as_json: AsJson = False,
-    config: ConfigOption = None,
+    target: str | None = argument(
+        "APP[/AGENT]", f"{MAYBE_AGENT_HELP} Default: all.", autocompletion=completion.apps, default=None
+    ),
+    watch: bool = flag("--watch", "Update the list until Ctrl-C, every --seconds."),
+    seconds: float = SECONDS,
+    as_json: bool = AS_JSON,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """List the agents of one app or of all, with their lag and how they are. Exit with 1 if one needs somebody.
 
@@ -85,8 +82,7 @@ def list_agents(
     print_rows(AGENTS, map(_row, rows), rows, none="no agents", as_json=as_json, partly=bool(denied))
     if denied:
         echo(denied, err=True)
-    if denied or any(row.needs for row in rows):
-        raise typer.Exit(1)
+    end_where(denied or any(row.needs for row in rows))
 
 
 class _Asked(Struct, frozen=True):
@@ -142,11 +138,7 @@ def parts_of(target: str, *, form: str = "APP/AGENT") -> tuple[str, str]:
 
 
 @agents.command()
-def show(
-    target: AppOrAgent,
-    as_json: AsJson = False,
-    config: ConfigOption = None,
-) -> None:
+def show(target: str = APP_OR_AGENT, as_json: bool = AS_JSON, config: ConfigSource | None = CONFIG) -> None:
     """Show the policy and the progress of each agent of an app, and how its consumer on the server differs.
 
     If the server does not answer, only the policy is shown, and the exit code is 1. By the name of an app, the policy
@@ -200,7 +192,10 @@ async def _show(app: App, agent: str, as_json: bool) -> None:
             **declarations.policy(app.config.notification_schema, declared),
         }
         if found := known.get(declared.name):
-            pairs |= _progress(found) | _differing(app, declared, found.facts)
+            pairs |= _progress(found)
+            consumer = found.facts.consumer
+            if consumer and (differing := agent_report.differing(app.config, declared, consumer.config)):
+                pairs["on the server"] = differing
         _print_pairs(pairs, as_json=as_json)
     if unknown:
         echo(f"how far they have come is not known: {unknown}", err=True)
@@ -215,10 +210,7 @@ def _progress(of: AgentHealth) -> dict[str, str]:
         "state": found.text,
         "since": time_text(found.since) if found.since else "",
         "cure": found.cure,
-        "pending": _number(row.pending, "not known"),
-        "ack pending": _number(row.ack_pending, "not known"),
-        "redelivered": _number(row.redelivered, "not known"),
-        "dead letters": _number(row.dead_letters, "not known"),
+        **dict(zip(COUNTS, _counts(row, unknown="not known"), strict=True)),
         "recorded position": recorded,
         "pinned since": _pinned_since(facts),
         "last failure": _last_failure(facts),
@@ -243,19 +235,8 @@ def _last_failure(facts: AgentFacts) -> str:
     return f"over, the last was at {time_text(failure.last)}: {failure.described}"
 
 
-def _differing(app: App, agent: Agent[Any, Any], facts: AgentFacts) -> dict[str, str]:
-    if facts.consumer is None:
-        return {}
-    found = agent_report.differing(app.config, agent, facts.consumer.config)
-    return {"on the server": found} if found else {}
-
-
 @agents.command()
-def retrying(
-    target: AgentArgument,
-    as_json: AsJson = False,
-    config: ConfigOption = None,
-) -> None:
+def retrying(target: str = AGENT, as_json: bool = AS_JSON, config: ConfigSource | None = CONFIG) -> None:
     """Show which notifications an agent retries, why, and how many wait behind each by `order_by`. `agents retry` tries
     one again now, and `agents skip` makes a dead letter of it.
 
@@ -302,26 +283,18 @@ async def _watch(server: OpenedServer, asked: _Asked, seconds: float) -> None:
     await keep_shown(shown, seconds=seconds)
 
 
-AGENTS = (
-    "app",
-    "agent",
-    "stream",
-    "pending",
-    "ack pending",
-    "redelivered",
-    "dead letters",
-    "lag change per s",
-    "state",
-)
+COUNTS = ("pending", "ack pending", "redelivered", "dead letters")
+AGENTS = ("app", "agent", "stream", *COUNTS, "lag change per s", "state")
 
 
 def _row(row: AgentRow) -> tuple[str, ...]:
     of, state = (row.app, row.agent, row.stream), row.text
     if row.stream == "-":
         return (*of, *("-",) * 5, state)
-    numbers = map(_number, (row.pending, row.ack_pending, row.redelivered, row.dead_letters))
-    return (*of, *numbers, "-" if row.rate is None else f"{row.rate:+.1f}", state)
+    return (*of, *_counts(row, unknown="-"), "-" if row.rate is None else f"{row.rate:+.1f}", state)
 
 
-def _number(value: int | None, unknown: str = "-") -> str:
-    return unknown if value is None else str(value)
+def _counts(row: AgentRow, *, unknown: str) -> list[str]:
+    """Return the numbers of `COUNTS` as text."""
+    numbers = (row.pending, row.ack_pending, row.redelivered, row.dead_letters)
+    return [unknown if number is None else str(number) for number in numbers]

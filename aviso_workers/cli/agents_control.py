@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from typing import Annotated
 
 import typer
 
 from aviso_workers.aviso.positions import parse_position
-from aviso_workers.cli.agents import AgentArgument, AppOrAgent, agents, parts_of
+from aviso_workers.cli.agents import AGENT, APP_OR_AGENT, agents, parts_of
 from aviso_workers.cli.arguments import parse_pause
-from aviso_workers.cli.options import For, Note, Yes, argument, confirm, flag, option
+from aviso_workers.cli.options import FOR, NOTE, YES, argument, confirm, end_where, flag, option
 from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.recorded import recorded
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import agent_control, audit, retirement, retried
-from aviso_workers.ops.agent_control import AgentConsumer, Reset
+from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.retirement import Retirement
 from aviso_workers.state.orders import Decides
 
 
 @agents.command()
-def pause(target: AgentArgument, for_: For = None, note: Note = "", config: ConfigOption = None) -> None:
+def pause(target: str = AGENT, for_: str | None = FOR, note: str = NOTE, config: ConfigSource | None = CONFIG) -> None:
     """Pause an agent in all its workers. Notifications that they have begun to handle are finished.
 
     Example: aviso-workers agents pause field-index/index_field --for 2h --note "the archive is down"
@@ -39,7 +38,7 @@ def pause(target: AgentArgument, for_: For = None, note: Note = "", config: Conf
 
 
 @agents.command()
-def resume(target: AgentArgument, config: ConfigOption = None) -> None:
+def resume(target: str = AGENT, config: ConfigSource | None = CONFIG) -> None:
     """Resume a paused agent in all its workers.
 
     Example: aviso-workers agents resume field-index/index_field
@@ -53,18 +52,16 @@ def resume(target: AgentArgument, config: ConfigOption = None) -> None:
     _control(target, config, run, several=True)
 
 
-Sequences = Annotated[
-    list[int] | None, argument("SEQUENCE", "Sequences in the stream, as `agents retrying` lists them.")
-]
-All = Annotated[bool, flag("--all", "All that the agent retries, as `agents retrying` lists them.")]
+SEQUENCES = argument("SEQUENCE", "Sequences in the stream, as `agents retrying` lists them.", default=None)
+ALL = flag("--all", "All that the agent retries, as `agents retrying` lists them.")
 
 
 @agents.command()
 def retry(
-    target: AgentArgument,
-    sequences: Sequences = None,
-    everything: All = False,
-    config: ConfigOption = None,
+    target: str = AGENT,
+    sequences: list[int] | None = SEQUENCES,
+    everything: bool = ALL,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Try notifications that an agent retries now, and say what becomes of each. Exit with 1 if any is not handled.
 
@@ -75,11 +72,11 @@ def retry(
 
 @agents.command()
 def skip(
-    target: AgentArgument,
-    sequences: Sequences = None,
-    everything: All = False,
-    yes: Yes = False,
-    config: ConfigOption = None,
+    target: str = AGENT,
+    sequences: list[int] | None = SEQUENCES,
+    everything: bool = ALL,
+    yes: bool = YES,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Skip notifications that an agent retries: each becomes a dead letter, and those behind it are handled. Exit with
     1 if any is not skipped.
@@ -91,17 +88,15 @@ def skip(
 
 @agents.command()
 def reset(
-    target: AgentArgument,
-    to: Annotated[
-        str,
-        option(
-            "ID|DATE|all|new",
-            "Where it goes on: at a sequence, at a time such as 2026-11-20T06:00Z or 2h ago (2h), at the first stored "
-            "notification (all), or at the next one to be published (new).",
-        ),
-    ],
-    yes: Yes = False,
-    config: ConfigOption = None,
+    target: str = AGENT,
+    to: str = option(
+        "ID|DATE|all|new",
+        "Where it goes on: at a sequence, at a time such as 2026-11-20T06:00Z or 2h ago (2h), at the first stored "
+        "notification (all), or at the next one to be published (new).",
+        default=...,
+    ),
+    yes: bool = YES,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Reset an agent to another position in its stream: back, to handle notifications again, or forward, to skip some.
     Its workers may run or not. It needs nats-server 2.14 or newer, except where the agent's consumer does not exist.
@@ -112,7 +107,17 @@ def reset(
 
     async def run(server: OpenedServer, agent: AgentConsumer) -> None:
         plan = await agent_control.plan_reset(server.admin, agent, position)
-        _print_plan(plan)
+        rows = [
+            ("goes on at", f"{agent.stream}@{plan.sequence}"),
+            ("handled again", str(plan.again)),
+            ("passed over", str(plan.passed_over)),
+        ]
+        if not plan.has_consumer:
+            rows.append(("its consumer", "does not exist; the worker that creates it begins there"))
+        if plan.unsettled:
+            rows.append(("abandoned", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
+        typer.echo(f"{agent.agent} of {agent.app}:")
+        print_record(rows)
         confirm(yes, to="reset it")
         async with recorded(server, "reset-agent", agent.name, to=to) as result:
             ahead = await agent_control.reset(server.admin, plan)
@@ -126,19 +131,16 @@ def reset(
 
 @agents.command()
 def rename(
-    target: AgentArgument,
-    to: Annotated[str, argument("NEW", "Name that the code gives it now.")],
-    workers_stopped: Annotated[
-        bool,
-        flag(
-            "--workers-stopped",
-            "All workers with the old name are stopped, also those that are frozen or cut off from the server. "
-            "Without this, it is refused where the agent was active in the last 5 minutes or has not settled "
-            "everything.",
-        ),
-    ] = False,
-    yes: Yes = False,
-    config: ConfigOption = None,
+    target: str = AGENT,
+    to: str = argument("NEW", "Name that the code gives it now."),
+    workers_stopped: bool = flag(
+        "--workers-stopped",
+        "All workers with the old name are stopped, also those that are frozen or cut off from the server. "
+        "Without this, it is refused where the agent was active in the last 5 minutes or has not settled "
+        "everything.",
+    ),
+    yes: bool = YES,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Rename an agent on the server: under its new name, it goes on where it is. Stop the workers with the old name
     first. Its dead letters stay under the old name.
@@ -166,17 +168,14 @@ def rename(
 
 @agents.command("rm")
 def remove(
-    target: AppOrAgent,
-    workers_stopped: Annotated[
-        bool,
-        flag(
-            "--workers-stopped",
-            "All workers are stopped, also those that are frozen or cut off from the server. Without this, it is "
-            "refused where an agent was active in the last 5 minutes or has not settled everything.",
-        ),
-    ] = False,
-    yes: Yes = False,
-    config: ConfigOption = None,
+    target: str = APP_OR_AGENT,
+    workers_stopped: bool = flag(
+        "--workers-stopped",
+        "All workers are stopped, also those that are frozen or cut off from the server. Without this, it is "
+        "refused where an agent was active in the last 5 minutes or has not settled everything.",
+    ),
+    yes: bool = YES,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Remove an app, or one of its agents, from the server for good: its consumers, buckets and tables. Stop its
     workers first. Notifications and dead letters stay. With one agent, nothing that the app's agents share is removed.
@@ -236,20 +235,6 @@ def _on_all(agent: AgentConsumer) -> str:
     return f", on {', '.join((agent.stream, *agent.beside))}" if agent.beside else ""
 
 
-def _print_plan(plan: Reset) -> None:
-    rows = [
-        ("goes on at", f"{plan.agent.stream}@{plan.sequence}"),
-        ("handled again", str(plan.again)),
-        ("passed over", str(plan.passed_over)),
-    ]
-    if not plan.has_consumer:
-        rows.append(("its consumer", "does not exist; the worker that creates it begins there"))
-    if plan.unsettled:
-        rows.append(("abandoned", f"up to {plan.unsettled} that are being handled or wait for their next attempt"))
-    typer.echo(f"{plan.agent.agent} of {plan.agent.app}:")
-    print_record(rows)
-
-
 def _decide(
     target: str,
     config: ConfigSource | None,
@@ -275,7 +260,6 @@ def _decide(
             await retried.decide(server.admin, agent, asked)
             answers = await retried.wait(server.admin, agent, asked)
             result.text = "\n".join(f"{each.stream}@{each.sequence}: {each.text}" for each in answers)
-        if not all(each.carried_out for each in answers):
-            raise typer.Exit(1)
+        end_where(not all(each.carried_out for each in answers))
 
     _control(target, config, run, several=True)

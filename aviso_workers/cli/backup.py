@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TypedDict, Unpack
 
 import anyio
 import typer
@@ -13,18 +14,17 @@ from rich.filesize import decimal
 
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import open_backend
-from aviso_workers.cli import backup_sets, completion
+from aviso_workers.cli import completion
 from aviso_workers.cli.backup_cleanse import cleanse
-from aviso_workers.cli.identity import IdentityOption, identities_of
+from aviso_workers.cli.identity import IDENTITY, identities_of
 from aviso_workers.cli.options import argument, flag, option
-from aviso_workers.cli.output import AsJson, print_rows, time_text
+from aviso_workers.cli.output import AS_JSON, print_rows, print_table, time_text
 from aviso_workers.cli.progress import bar
 from aviso_workers.cli.signals import until_signal
-from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected, load
-from aviso_workers.config import Config
-from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationError
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, load
+from aviso_workers.errors import AvisoWorkersError, BackendError, BackupError, DeclarationError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, BackupSchedule, Identities, Keep, Making, Spool
+from aviso_workers.ops.backups import Backup, BackupSchedule, Identities, Keep, Making, RestoredStream, Spool
 from aviso_workers.telemetry import logs
 
 BACKUPS = ("stream", "made", "messages", "bytes", "nats-server", "kind", "directory")
@@ -33,12 +33,9 @@ backup = typer.Typer(
     help="Back up streams with their consumers, in the layout of the nats CLI, and restore them.", no_args_is_help=True
 )
 
-Directory = Annotated[Path, argument("DIR", "Directory of a backup, e.g. backups/MARS/20261120T060000.000Z.")]
-EncryptTo = Annotated[
-    list[str] | None,
-    option("KEY|FILE", "Encrypt to this public key of age, or to those in this file. Default: no encryption."),
-]
-Below = Annotated[Path, argument("DIR", "Directory of a backup, or one with backups of streams, e.g. /backups.")]
+DIRECTORY = argument("DIR", "Directory of a backup, e.g. backups/MARS/20261120T060000.000Z.")
+ENCRYPT_TO = option("KEY|FILE", "Encrypt to this public key of age, or to those in this file. Default: no encryption.")
+BELOW = argument("DIR", "Directory of a backup, or one with backups of streams, e.g. /backups.")
 
 
 class Storage(StrEnum):
@@ -46,58 +43,49 @@ class Storage(StrEnum):
     MEMORY = "memory"
 
 
+class Chosen(TypedDict):
+    """What a restore of a stream and one of a set are told."""
+
+    storage: Storage | None
+    replicas: int | None
+    identities: Identities | None
+
+
 @backup.command()
 def create(
-    names: Annotated[
-        list[str] | None,
-        argument(
-            "EVENT|STREAM...",
-            "Event types, e.g. mars, or names of streams.",
-            autocompletion=completion.events_and_streams,
-        ),
-    ] = None,
+    names: list[str] | None = argument(
+        "EVENT|STREAM...",
+        "Event types, e.g. mars, or names of streams.",
+        autocompletion=completion.events_and_streams,
+        default=None,
+    ),
     *,
-    to: Annotated[Path, option("DIR", "Directory for the backups. Each one is written to DIR/STREAM/TIME.")],
-    everything: Annotated[
-        bool, flag("--all", "Back up all streams of the account, as a set that is restored as one.")
-    ] = False,
-    newest: Annotated[
-        int | None,
-        option(
-            "N", "Keep the newest N backups of each stream, and remove others. Default: remove none.", "--keep", min=1
-        ),
-    ] = None,
-    days: Annotated[
-        int | None,
-        option(
-            "N",
-            "Keep the newest backup and those of the last N days, and remove others. With --keep, a backup "
-            "stays if one of the two keeps it.",
-            "--keep-days",
-            min=1,
-        ),
-    ] = None,
-    since: Annotated[
-        str | None,
-        option(
-            "last|BACKUP",
-            "Store only what this backup lacks; `last` is the newest one of each stream. Default: a full backup.",
-        ),
-    ] = None,
-    full_every: Annotated[
-        str | None,
-        option("DURATION", "As --since last, but make a full backup once the last one is older than this, e.g. 7d."),
-    ] = None,
-    every: Annotated[
-        str | None,
-        option(
-            "DURATION",
-            "Keep running until SIGTERM or Ctrl-C, and back up at this interval, e.g. 6h. Default: back up once.",
-        ),
-    ] = None,
-    encrypt_to: EncryptTo = None,
-    identity: IdentityOption = None,
-    config: ConfigOption = None,
+    to: Path = option("DIR", "Directory for the backups. Each one is written to DIR/STREAM/TIME.", default=...),
+    everything: bool = flag("--all", "Back up all streams of the account, as a set that is restored as one."),
+    newest: int | None = option(
+        "N", "Keep the newest N backups of each stream, and remove others. Default: remove none.", "--keep", min=1
+    ),
+    days: int | None = option(
+        "N",
+        "Keep the newest backup and those of the last N days, and remove others. With --keep, a backup "
+        "stays if one of the two keeps it.",
+        "--keep-days",
+        min=1,
+    ),
+    since: str | None = option(
+        "last|BACKUP",
+        "Store only what this backup lacks; `last` is the newest one of each stream. Default: a full backup.",
+    ),
+    full_every: str | None = option(
+        "DURATION", "As --since last, but make a full backup once the last one is older than this, e.g. 7d."
+    ),
+    every: str | None = option(
+        "DURATION",
+        "Keep running until SIGTERM or Ctrl-C, and back up at this interval, e.g. 6h. Default: back up once.",
+    ),
+    encrypt_to: list[str] | None = ENCRYPT_TO,
+    identity: Path | None = IDENTITY,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Back up streams while they stay in use, and remove old backups if --keep or --keep-days says so.
 
@@ -116,7 +104,10 @@ def create(
             keep=Keep(newest, days),
             encrypted=bool(encrypt_to),
         )
-        _keep_backing_up(schedule, load(config), making)
+        loaded = load(config)
+        logs.configure(loaded.workers.logging)
+        keep_on = partial(backups.keep_backing_up, schedule, loaded, lambda: open_backend(loaded), making.make)
+        anyio.run(until_signal, keep_on)
         return
 
     async def run(server: OpenedServer) -> list[AvisoWorkersError]:
@@ -129,10 +120,19 @@ def create(
             return made.backup
 
         async def prune(stream: str) -> list[AvisoWorkersError]:
-            return await backup_sets.prune(server.admin, to, stream, Keep(newest, days))
+            try:
+                pruned = await backups.prune_by_server(server.admin, to, stream, Keep(newest, days))
+            except (BackendError, BackupError) as error:
+                return [error]
+            for gone in pruned.removed:
+                typer.echo(f"{stream}: removed {gone.directory}")
+            return [BackupError(f"{found}; it is kept, and does not count") for found in pruned.not_counted]
 
         if everything:
-            return await backup_sets.create(server.admin, to, back_up, prune, encrypted=bool(encrypt_to))
+            made = await backups.create_set(server.admin, to, back_up, encrypted=bool(encrypt_to))
+            if made.file:
+                typer.echo(f"{len(made.backups)} streams are a set, to be restored as one: {made.file}")
+            return [*made.failures, *[each for backup in made.backups for each in await prune(backup.stream)]]
         streams = await backups.named_streams(server.admin, server.config, names or ())
         return await backups.create_each(streams, back_up, prune)
 
@@ -140,7 +140,7 @@ def create(
 
 
 @backup.command()
-def ls(directory: Below, as_json: AsJson = False) -> None:
+def ls(directory: Path = BELOW, as_json: bool = AS_JSON) -> None:
     """List the backups in a directory, the oldest first. Exit with 1 if one cannot be read, or needs one that is
     missing.
 
@@ -170,7 +170,7 @@ def ls(directory: Below, as_json: AsJson = False) -> None:
 
 
 @backup.command()
-def verify(directory: Below, *, identity: IdentityOption = None) -> None:
+def verify(directory: Path = BELOW, *, identity: Path | None = IDENTITY) -> None:
     """Verify a backup, or all backups in a directory: read all of it, and count what is in it. Exit with 1 if one is
     damaged.
 
@@ -188,32 +188,23 @@ def verify(directory: Below, *, identity: IdentityOption = None) -> None:
 
 @backup.command()
 def restore(
-    directory: Annotated[
-        Path,
-        argument(
-            "DIR",
-            "Directory of a backup, e.g. backups/MARS/20261120T060000.000Z; with --all, the file of a set or "
-            "the directory with it.",
-        ),
-    ],
-    name: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "Restore to a stream of this name, without the original's subjects. Default: the original's name "
-            "and subjects.",
-            "--as",
-        ),
-    ] = None,
-    everything: Annotated[
-        bool, flag("--all", "Restore all streams of a set. Of several sets in a directory, the newest is restored.")
-    ] = False,
-    storage: Annotated[Storage | None, typer.Option(help="Storage of the stream. Default: as it was.")] = None,
-    replicas: Annotated[
-        int | None, option("N", "Number of replicas of the stream. Default: as it was.", min=1, max=5)
-    ] = None,
-    identity: IdentityOption = None,
-    config: ConfigOption = None,
+    directory: Path = argument(
+        "DIR",
+        "Directory of a backup, e.g. backups/MARS/20261120T060000.000Z; with --all, the file of a set or "
+        "the directory with it.",
+    ),
+    name: str | None = option(
+        "NAME",
+        "Restore to a stream of this name, without the original's subjects. Default: the original's name and subjects.",
+        "--as",
+    ),
+    everything: bool = flag(
+        "--all", "Restore all streams of a set. Of several sets in a directory, the newest is restored."
+    ),
+    storage: Storage | None = typer.Option(None, help="Storage of the stream. Default: as it was."),
+    replicas: int | None = option("N", "Number of replicas of the stream. Default: as it was.", min=1, max=5),
+    identity: Path | None = IDENTITY,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Restore a stream from a backup, with its sequences and consumers, or all streams of a set. A stream that exists
     already is not touched: the command fails.
@@ -222,42 +213,59 @@ def restore(
     """
     if everything and name:
         raise DeclarationError("a set is restored under its own names: say --all or --as")
-    identities = identities_of(identity)
+    chosen = Chosen(storage=storage, replicas=replicas, identities=identities_of(identity))
     if everything:
-        connected(
-            config,
-            lambda server: backup_sets.restore(
-                server.admin, directory, storage=storage, replicas=replicas, identities=identities
-            ),
-        )
+        connected(config, lambda server: _restore_set(server, directory, **chosen))
         return
     found = backups.load(directory)
 
     async def run(server: OpenedServer) -> None:
         with bar(found.stream, backups.size(found)) as progress:
-            restored = await backups.restore(
-                server.admin,
-                found,
-                name=name,
-                storage=storage,
-                replicas=replicas,
-                identities=identities,
-                progress=progress,
-            )
+            restored = await backups.restore(server.admin, found, name=name, progress=progress, **chosen)
         now = restored.state.messages
         typer.echo(f"{restored.stream}: {now} messages, from {restored.state.first_sequence} on")
         if now != restored.messages_before:
-            typer.echo(
-                f"{restored.stream}: it had {restored.messages_before}: the rest is beyond its limits by now, "
-                "or was deleted during the backup",
-                err=True,
-            )
+            _tell_fewer(restored.stream, f"{restored.messages_before}")
 
     connected(config, run)
 
 
+async def _restore_set(server: OpenedServer, place: Path, **chosen: Unpack[Chosen]) -> None:
+    """Restore the set of a file, or the newest one in a directory, and print where agents go on."""
+    found = backups.load_set(place)
+    restored = await backups.restore_set(
+        server.admin, found, watch=lambda backup: bar(backup.stream, backups.size(backup)), **chosen
+    )
+    columns = ("stream", "messages", "consumer", "goes on at", "again", "new to it")
+    print_table(columns, [row for each in restored for row in _set_rows(each)], none="no streams")
+    typer.echo(
+        f"the set of {found.written.made:%Y-%m-%dT%H:%M:%SZ} is restored; what is counted under again was settled "
+        "while it was made, and is handled once more"
+    )
+    for each in restored:
+        if each.messages != each.messages_before:
+            _tell_fewer(each.stream, f"{each.messages_before} messages")
+
+
+def _tell_fewer(stream: str, before: str) -> None:
+    why = "the rest is beyond its limits by now, or was deleted during the backup"
+    typer.echo(f"{stream}: it had {before}: {why}", err=True)
+
+
+def _set_rows(restored: RestoredStream) -> list[tuple[str, ...]]:
+    stream = (restored.stream, str(restored.messages))
+    if not restored.consumers:
+        return [(*stream, "", "", "", "")]
+    return [
+        (*stream, each.consumer, *map(str, (each.sequence, "unknown" if each.again is None else each.again, each.new)))
+        for each in restored.consumers
+    ]
+
+
 @backup.command()
-def drill(directory: Directory, *, identity: IdentityOption = None, config: ConfigOption = None) -> None:
+def drill(
+    directory: Path = DIRECTORY, *, identity: Path | None = IDENTITY, config: ConfigSource | None = CONFIG
+) -> None:
     """Rehearse a restore: restore a backup to a scratch stream, compare every message and consumer, and delete that
     stream.
 
@@ -283,11 +291,11 @@ backup.command()(cleanse)
 
 @backup.command()
 def merge(
-    directory: Directory,
+    directory: Path = DIRECTORY,
     *,
-    to: Annotated[Path, option("DIR", "Directory for the merged backup, which is written to DIR/STREAM/TIME.")],
-    encrypt_to: EncryptTo = None,
-    identity: IdentityOption = None,
+    to: Path = option("DIR", "Directory for the merged backup, which is written to DIR/STREAM/TIME.", default=...),
+    encrypt_to: list[str] | None = ENCRYPT_TO,
+    identity: Path | None = IDENTITY,
 ) -> None:
     """Merge an increment and the backups before it into one full backup. Without --encrypt-to, the result is not
     encrypted, even if the backup is.
@@ -304,15 +312,6 @@ def merge(
             progress=progress,
         )
     typer.echo(_described(made))
-
-
-def _keep_backing_up(schedule: BackupSchedule, config: Config, making: Making) -> None:
-    logs.configure(config.workers.logging)
-
-    async def work() -> None:
-        await backups.keep_backing_up(schedule, config, lambda: open_backend(config), making.make)
-
-    anyio.run(until_signal, work)
 
 
 def _making(
@@ -347,25 +346,14 @@ def _described(made: Backup) -> str:
 
 
 def _row(found: backups.Backup) -> tuple[str | int, ...]:
-    version = found.record.server_version if found.record else ""
-    return (
-        found.stream,
-        time_text(found.made),
-        found.state.messages,
-        found.size,
-        version or "unknown",
-        _kind(found),
-        str(found.directory),
-    )
+    version = (found.record and found.record.server_version) or "unknown"
+    kind = (f"after {found.previous.directory}" if found.previous else "full") + ", encrypted" * found.encrypted
+    counts = (found.state.messages, found.size)
+    return (found.stream, time_text(found.made), *counts, version, kind, str(found.directory))
 
 
 def _cells(row: Iterable[str | int]) -> Iterator[str]:
     return (decimal(int(cell)) if name == "bytes" else str(cell) for name, cell in zip(BACKUPS, row, strict=True))
-
-
-def _kind(found: Backup) -> str:
-    kind = f"after {found.previous.directory}" if found.previous else "full"
-    return kind + ", encrypted" * found.encrypted
 
 
 def _verify(directory: Path, identities: Identities | None) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import typer
 
 from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_where
-from aviso_workers.cli.identity import IdentityOption, identities_of
-from aviso_workers.cli.options import Yes, argument, confirm, filter_argument, option
+from aviso_workers.cli.identity import IDENTITY, identities_of
+from aviso_workers.cli.options import YES, argument, confirm, end_where, filter_argument, option
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.progress import bar
-from aviso_workers.cli.targets import ConfigOption, connected_app
+from aviso_workers.cli.targets import CONFIG, ConfigSource, connected_app
 from aviso_workers.errors import BackupError, DeclarationError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Forgotten, Identities, Takes
@@ -25,31 +25,21 @@ U = TypeVar("U")
 
 
 def cleanse(
-    directory: Annotated[
-        Path, argument("DIR", "Directory of a backup, or one with backups of streams, e.g. /backups.")
-    ],
-    where: Annotated[list[str] | None, filter_argument("Remove notifications")] = None,
-    event: Annotated[
-        str | None,
-        option(
-            "EVENT",
-            "Event type that KEY=VALUE is about. Default: the only one whose stream is among the backups.",
-            autocompletion=completion.event_types,
-        ),
-    ] = None,
-    erasure: Annotated[
-        list[Path] | None, option("FILE", "Remove what this record of `erase` lists; may be repeated.")
-    ] = None,
-    key: Annotated[
-        list[str] | None,
-        option("BUCKET/KEY", "Also remove this key of a table, windows or a counter; may be repeated."),
-    ] = None,
-    subject: Annotated[
-        str | None, option("SUBJECT", "Remove messages with a matching subject instead, e.g. mars.od.>")
-    ] = None,
-    identity: IdentityOption = None,
-    yes: Yes = False,
-    config: ConfigOption = None,
+    directory: Path = argument("DIR", "Directory of a backup, or one with backups of streams, e.g. /backups."),
+    where: list[str] | None = filter_argument("Remove notifications"),
+    event: str | None = option(
+        "EVENT",
+        "Event type that KEY=VALUE is about. Default: the only one whose stream is among the backups.",
+        autocompletion=completion.event_types,
+    ),
+    erasure: list[Path] | None = option("FILE", "Remove what this record of `erase` lists; may be repeated."),
+    key: list[str] | None = option(
+        "BUCKET/KEY", "Also remove this key of a table, windows or a counter; may be repeated."
+    ),
+    subject: str | None = option("SUBJECT", "Remove messages with a matching subject instead, e.g. mars.od.>"),
+    identity: Path | None = IDENTITY,
+    yes: bool = YES,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Remove messages from backups for good, such as a person's data. The others are restored with their sequences.
 
@@ -78,8 +68,7 @@ def cleanse(
         confirm(yes, to="remove them")
     concerned = [backup for backup, count in zip(chosen, counts, strict=True) if count]
     removed = [_try(backup, lambda backup: _forget(backup, takes(backup), identities)) for backup in concerned]
-    if failed or doubts or None in [*counts, *removed]:
-        raise typer.Exit(1)
+    end_where(failed or doubts or None in [*counts, *removed])
 
 
 def _of_subject(subject: str) -> Callable[[Backup], Takes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import anyio
 import typer
@@ -31,7 +31,8 @@ SECONDS = 3.0
 
 def event_types(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the event types of the configuration that begin with what was typed."""
-    return _beginning(incomplete, _configured(ctx))
+    config = _config(ctx)
+    return _beginning(incomplete, config.notification_schema if config else ())
 
 
 def streams(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -78,16 +79,9 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
     """Return the names that begin with what was typed, without those that a shell or a command reads as more than a
     name: bash inserts `$(...)` as it is and runs it, and a command takes `-x` for an option.
     """
-    return sorted({name for name in names if name.startswith(incomplete) and _is_plain(name)})
-
-
-def _is_plain(name: str) -> bool:
-    return quoted(name) == name and not name.startswith(("-", "="))  # zsh reads =NAME as the path of a program
-
-
-def _configured(ctx: typer.Context) -> Iterable[str]:
-    config = _config(ctx)
-    return config.notification_schema if config else ()
+    plain = (name for name in names if quoted(name) == name)
+    no_name = ("-", "=")  # zsh reads =NAME as the path of a program
+    return sorted({name for name in plain if name.startswith(incomplete) and not name.startswith(no_name)})
 
 
 def _config(ctx: typer.Context) -> Config | None:
@@ -117,5 +111,5 @@ def _asked(ctx: typer.Context, ask: Callable[[OpenedServer], Awaitable[Iterable[
         return ()
 
 
-Event = Annotated[str, argument("EVENT", "The event type, e.g. mars.", autocompletion=event_types)]
-Stream = Annotated[str, argument("STREAM", "Name of the stream, e.g. MARS.", autocompletion=streams)]
+EVENT = argument("EVENT", "The event type, e.g. mars.", autocompletion=event_types)
+STREAM = argument("STREAM", "Name of the stream, e.g. MARS.", autocompletion=streams)

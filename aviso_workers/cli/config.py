@@ -5,13 +5,20 @@ programs, and files that are shipped.
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
 import typer
 
 from aviso_workers.cli.options import argument, flag, option
 from aviso_workers.cli.output import Columns, echo
-from aviso_workers.cli.targets import AgentOption, ConfigOption, Target, find_app, load, settings_of_installed
+from aviso_workers.cli.targets import (
+    CONFIG,
+    INSTALLED_AGENT,
+    TARGET,
+    ConfigSource,
+    find_app,
+    load,
+    settings_of_installed,
+)
 from aviso_workers.config import display, shipped_files
 from aviso_workers.errors import ConfigError
 from aviso_workers.state.asyncapi import document
@@ -32,22 +39,21 @@ def schema() -> None:
 
 
 @config.command()
-def show(config: ConfigOption = None) -> None:
+def show(config: ConfigSource | None = CONFIG) -> None:
     """Print every value in effect and where it was set. Secrets are masked.
 
     Example: aviso-workers config show --app mine.agents:app
     """
     loaded = load(config)
-    columns = Columns("key", "value", "from")
     settings = settings_of_installed(loaded.workers.agents)
     shown = display.effective(loaded, agents=settings)
-    columns.print([(path, json.dumps(value), origin) for path, value, origin in shown])
+    Columns("key", "value", "from").print([(path, json.dumps(value), origin) for path, value, origin in shown])
     for warning in loaded.warnings:
         echo(f"warning: {warning}", err=True)
 
 
 @config.command("event-types")
-def event_types(config: ConfigOption = None) -> None:
+def event_types(config: ConfigSource | None = CONFIG) -> None:
     """Print the event types as YAML, for the configuration of an aviso-server that shares their streams.
 
     Example: aviso-workers config event-types --app mine.agents:app > schema.yaml
@@ -57,11 +63,11 @@ def event_types(config: ConfigOption = None) -> None:
 
 @config.command()
 def asyncapi(
-    target: Target = None,
-    agent: AgentOption = None,
-    version: Annotated[str, option("TEXT", "Version of the app, which the document has.", "--app-version")] = "0.0.0",
-    as_yaml: Annotated[bool, flag("--yaml", "Print YAML and not JSON.")] = False,
-    config: ConfigOption = None,
+    target: str | None = TARGET,
+    agent: str | None = INSTALLED_AGENT,
+    version: str = option("TEXT", "Version of the app, which the document has.", "--app-version", default="0.0.0"),
+    as_yaml: bool = flag("--yaml", "Print YAML and not JSON."),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Print what an app reads and publishes as an AsyncAPI 3.0 document, for catalogues, other teams and generators.
 
@@ -76,9 +82,9 @@ def asyncapi(
 
 @config.command()
 def files(
-    name: Annotated[
-        str | None, argument("NAME", "Name of the file to print. Default: list all files.", show_default=False)
-    ] = None,
+    name: str | None = argument(
+        "NAME", "Name of the file to print. Default: list all files.", show_default=False, default=None
+    ),
 ) -> None:
     """List the shipped files, for Prometheus, Grafana and others, or print one of them.
 
@@ -87,5 +93,4 @@ def files(
     if name is not None:
         typer.echo(shipped_files.read(name), nl=False)
         return
-    columns = Columns("file", "is")
-    columns.print(list(shipped_files.FILES.items()))
+    Columns("file", "is").print(list(shipped_files.FILES.items()))

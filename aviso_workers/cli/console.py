@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-from typing import Annotated
 
 import anyio
 import structlog
@@ -14,27 +13,22 @@ from msgspec import structs
 from aviso_workers.cli.options import option
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.signals import until_signal
-from aviso_workers.cli.targets import ConfigOption, load, opened
+from aviso_workers.cli.targets import CONFIG, ConfigSource, load, opened
 from aviso_workers.config import Config
 from aviso_workers.errors import ConfigError
 from aviso_workers.telemetry import logs
 
 
 def console(
-    host: Annotated[
-        str | None, option("HOST", "Address to listen on. Default: workers.console.host of the configuration.")
-    ] = None,
-    port: Annotated[
-        int | None,
-        option(
-            "PORT",
-            "Port to listen on; 0 is any free port. Default: workers.console.port of the configuration.",
-            min=0,
-            max=65535,
-        ),
-    ] = None,
-    config: ConfigOption = None,
-    member: Annotated[str | None, typer.Option(hidden=True)] = None,
+    host: str | None = option("HOST", "Address to listen on. Default: workers.console.host of the configuration."),
+    port: int | None = option(
+        "PORT",
+        "Port to listen on; 0 is any free port. Default: workers.console.port of the configuration.",
+        min=0,
+        max=65535,
+    ),
+    config: ConfigSource | None = CONFIG,
+    member: str | None = typer.Option(None, hidden=True),
 ) -> None:
     """Serve pages that say what needs an operator, and why, until SIGTERM or Ctrl-C. Needs the extra `console`.
 
@@ -56,13 +50,11 @@ def console(
 
     async def work() -> None:
         async with opened(loaded) as server:
-            await serve(server.admin, server.config, on_listening=_tell, line=line)
+            await serve(
+                server.admin, server.config, on_listening=lambda url: echo(f"console: {url}", err=True), line=line
+            )
 
     anyio.run(until_signal, work)
-
-
-def _tell(url: str) -> None:
-    echo(f"console: {url}", err=True)
 
 
 def _with(config: Config, host: str | None, port: int | None) -> Config:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
-from typing import Annotated
 
 import typer
 
 from aviso_workers.cli import completion
-from aviso_workers.cli.completion import Stream
-from aviso_workers.cli.options import Yes, argument, confirm
+from aviso_workers.cli.completion import STREAM
+from aviso_workers.cli.options import YES, argument, confirm, end_where
 from aviso_workers.cli.output import (
-    AsAnswered,
-    AsJson,
+    AS_ANSWERED,
+    AS_JSON,
     end_where_unavailable,
     print_details,
     print_rows,
@@ -22,7 +21,7 @@ from aviso_workers.cli.output import (
     time_text,
 )
 from aviso_workers.cli.recorded import recorded
-from aviso_workers.cli.report import Seconds, consumer_state, duration, two_snapshots
+from aviso_workers.cli.report import SECONDS, consumer_state, duration, two_snapshots
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.jetstream.info import ConsumerInfo
 from aviso_workers.ops import maintenance, reports, snapshots
@@ -32,22 +31,23 @@ consumers = typer.Typer(help="List, show, remove and unpin the consumers of any 
 
 CONSUMERS = ("stream", "consumer", "pending", "ack pending", "redelivered", "lag change per s", "caught up in", "state")
 
-Consumer = Annotated[
-    str,
-    argument("CONSUMER", "Name of the consumer, e.g. field-index__index_field.", autocompletion=completion.consumers),
-]
+CONSUMER = argument(
+    "CONSUMER", "Name of the consumer, e.g. field-index__index_field.", autocompletion=completion.consumers
+)
 
 
 @consumers.command("ls")
 @on_server
 async def list_consumers(
     server: OpenedServer,
-    stream: Annotated[
-        str | None,
-        argument("STREAM", "Name of the stream, e.g. MARS. Default: all streams.", autocompletion=completion.streams),
-    ] = None,
-    seconds: Seconds = 2.0,
-    as_json: AsJson = False,
+    stream: str | None = argument(
+        "STREAM",
+        "Name of the stream, e.g. MARS. Default: all streams.",
+        autocompletion=completion.streams,
+        default=None,
+    ),
+    seconds: float = SECONDS,
+    as_json: bool = AS_JSON,
 ) -> None:
     """List consumers, also those of agents, the largest lag first. Exit with 1 if one is stuck or does not answer.
 
@@ -62,13 +62,14 @@ async def list_consumers(
     partly = bool(now.unavailable or denied)
     print_rows(CONSUMERS, map(_consumer_row, rows), rows, none="no consumers", as_json=as_json, partly=partly)
     end_where_unavailable(now.unavailable, denied)
-    if any(row.needs for row in rows):
-        raise typer.Exit(1)
+    end_where(any(row.needs for row in rows))
 
 
 @consumers.command()
 @on_server
-async def show(server: OpenedServer, stream: Stream, consumer: Consumer, as_json: AsAnswered = False) -> None:
+async def show(
+    server: OpenedServer, stream: str = STREAM, consumer: str = CONSUMER, as_json: bool = AS_ANSWERED
+) -> None:
     """Show the configuration, the state and the replicas of a consumer.
 
     Example: aviso-workers consumers show MARS field-index__index_field
@@ -78,7 +79,9 @@ async def show(server: OpenedServer, stream: Stream, consumer: Consumer, as_json
 
 @consumers.command("rm")
 @on_server
-async def remove_consumer(server: OpenedServer, stream: Stream, consumer: Consumer, yes: Yes = False) -> None:
+async def remove_consumer(
+    server: OpenedServer, stream: str = STREAM, consumer: str = CONSUMER, yes: bool = YES
+) -> None:
     """Remove a consumer, and with it its position in the stream.
 
     Example: aviso-workers consumers rm MARS field-index__index_field --yes
@@ -95,9 +98,9 @@ async def remove_consumer(server: OpenedServer, stream: Stream, consumer: Consum
 @on_server
 async def unpin(
     server: OpenedServer,
-    stream: Stream,
-    consumer: Consumer,
-    group: Annotated[str, argument("GROUP", "Priority group of the consumer, e.g. aviso-workers.")],
+    stream: str = STREAM,
+    consumer: str = CONSUMER,
+    group: str = argument("GROUP", "Priority group of the consumer, e.g. aviso-workers."),
 ) -> None:
     """Unpin the reader of a priority group, so that the server pins another one.
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import base64
+import inspect
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from functools import wraps
+from typing import Any
 
 import typer
 from msgspec import structs
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import body_text, printable
@@ -20,8 +20,9 @@ from aviso_workers.aviso.positions import parse_moment
 from aviso_workers.cli import completion
 from aviso_workers.cli.options import argument, finite, flag, option
 from aviso_workers.cli.output import Columns, print_json, print_table, skipped_reported, terminal, time_text
+from aviso_workers.cli.progress import counted
 from aviso_workers.cli.recorded import recorded
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, named_app
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.events import Events
 from aviso_workers.ops import agent_control, audit
@@ -50,47 +51,72 @@ Action = Callable[..., Awaitable[None]]
 """`StoredDeadLetters.retry` or `StoredDeadLetters.drop`."""
 Run = Callable[[StoredDeadLetters, OpenedServer], Awaitable[None]]
 
-Sequences = Annotated[
-    list[int] | None,
-    argument("SEQUENCE...", "Sequences of single dead letters, as `dead-letters ls` lists them.", min=1),
-]
-OfApp = Annotated[
-    str | None, option("APP", "Only those of this app: its name, or MODULE:APP.", autocompletion=completion.apps)
-]
-OfAgent = Annotated[str | None, option("AGENT", "Only those of this agent.", autocompletion=completion.agents_of)]
-Reason = Annotated[str | None, option("REASON", "Only those with this reason, e.g. attempts_exhausted.")]
-OfStream = Annotated[
-    str | None,
-    option(
+OF_APP = option("APP", "Only those of this app: its name, or MODULE:APP.", autocompletion=completion.apps)
+DRY_RUN = flag("--dry-run", "Only say which dead letters are selected.")
+YES = flag("--yes", "Carry it out for all that the options select; not needed with SEQUENCE.")
+ALL = flag("--all", "Select the dead letters of all apps. It excludes the options that select some.")
+AS_JSON = flag("--json", "Print one JSON document for each dead letter, with its body in base64.")
+
+
+def _selection(
+    sequences: list[int] | None = argument(
+        "SEQUENCE...", "Sequences of single dead letters, as `dead-letters ls` lists them.", min=1, default=None
+    ),
+    app: str | None = OF_APP,
+    agent: str | None = option("AGENT", "Only those of this agent.", autocompletion=completion.agents_of),
+    reason: str | None = option("REASON", "Only those with this reason, e.g. attempts_exhausted."),
+    stream: str | None = option(
         "STREAM", "Only those whose notification came from this stream, e.g. MARS.", autocompletion=completion.streams
     ),
-]
-Since = Annotated[
-    str | None, option("TIME", "Only those dead-lettered at this time or later, e.g. 2026-11-20, yesterday or 2h.")
-]
-Until = Annotated[
-    str | None, option("TIME", "Only those dead-lettered at this time or earlier. A day is its beginning, in UTC.")
-]
-WithError = Annotated[str | None, option("TEXT", "Only those whose error contains this text.")]
-DryRun = Annotated[bool, flag("--dry-run", "Only say which dead letters are selected.")]
-Yes = Annotated[bool, flag("--yes", "Carry it out for all that the options select; not needed with SEQUENCE.")]
-All = Annotated[bool, flag("--all", "Select the dead letters of all apps. It excludes the options that select some.")]
-AsJson = Annotated[bool, flag("--json", "Print one JSON document for each dead letter, with its body in base64.")]
+    since: str | None = option(
+        "TIME", "Only those dead-lettered at this time or later, e.g. 2026-11-20, yesterday or 2h."
+    ),
+    until: str | None = option(
+        "TIME", "Only those dead-lettered at this time or earlier. A day is its beginning, in UTC."
+    ),
+    error: str | None = option("TEXT", "Only those whose error contains this text."),
+    config: ConfigSource | None = CONFIG,
+) -> tuple[Selection, ConfigSource | None]:
+    """Return which dead letters the options select, and the configuration: the app's own where that is MODULE:APP.
+    Raises `DeclarationError` where such an app lacks the agent, `InvalidPositionError`.
+    """
+    if app is not None and ":" in app and agent is not None:
+        found = find_app(app, agent=None, config=config)
+        agent_control.declared(found, found.config, agent)
+    if app is not None:
+        app, config = named_app(app, config)
+    now, chosen = datetime.now(UTC), frozenset(sequences or ())
+    first = parse_moment(since, name="--since", now=now) if since else None
+    last = parse_moment(until, name="--until", now=now) if until else None
+    if first and last and last < first:
+        raise InvalidPositionError(f"--until {until} is before --since {since}")
+    wanted = Selection(
+        sequences=chosen, app=app, agent=agent, reason=reason, stream=stream, since=first, until=last, error=error
+    )
+    return wanted, config
+
+
+def _selecting(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for typer that has the options of `_selection` beside its own."""
+    *options, config = inspect.signature(_selection, eval_str=True).parameters.values()
+    own = [*inspect.signature(command, eval_str=True).parameters.values()][2:]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        selected = {each.name: given.pop(each.name) for each in (*options, config)}
+        command(*_selection(**selected), **given)
+
+    run.__signature__ = inspect.Signature([*options, *own, config])  # type: ignore[attr-defined]
+    return run
 
 
 @dead_letters.command()
+@_selecting
 def ls(
-    sequences: Sequences = None,
-    app: OfApp = None,
-    agent: OfAgent = None,
-    reason: Reason = None,
-    stream: OfStream = None,
-    since: Since = None,
-    until: Until = None,
-    error: WithError = None,
-    each: Annotated[bool, flag("--each", "List each dead letter by itself, however many there are.")] = False,
-    as_json: AsJson = False,
-    config: ConfigOption = None,
+    wanted: Selection,
+    config: ConfigSource | None,
+    each: bool = flag("--each", "List each dead letter by itself, however many there are."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """List dead letters, the oldest of an app first. More than 20 are grouped by agent, reason, class of error and
     line.
@@ -99,15 +125,13 @@ def ls(
 
     Example: aviso-workers dead-letters ls --agent index_field --since 2026-11-20T06:00:00Z
     """
-    app, config = _named_app(app, agent, config)
-    wanted = _selection(sequences, since, until, app=app, agent=agent, reason=reason, stream=stream, error=error)
 
     async def run(stored: StoredDeadLetters, _server: OpenedServer) -> None:
         async with aclosing(stored.select(wanted)) as selected:
             if as_json:
                 async for dead_letter in selected:
                     print_json(document(dead_letter))
-            elif not await (_list_each(selected) if each or sequences else _list_few(selected)):
+            elif not await (_list_each(selected) if each or wanted.sequences else _list_few(selected)):
                 await _say_none(stored)
 
     _run(config, run)
@@ -147,18 +171,17 @@ def _print_rows(columns: Columns, dead_letters: Sequence[DeadLetter]) -> None:
 
 @dead_letters.command()
 def show(
-    sequence: Annotated[
-        int, argument("SEQUENCE", "Sequence of the dead letter, as `dead-letters ls` lists it.", min=1)
-    ],
-    app: OfApp = None,
-    as_json: AsJson = False,
-    config: ConfigOption = None,
+    sequence: int = argument("SEQUENCE", "Sequence of the dead letter, as `dead-letters ls` lists it.", min=1),
+    app: str | None = OF_APP,
+    as_json: bool = AS_JSON,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Show one dead letter with its reason, its error, its headers and its body.
 
     Example: aviso-workers dead-letters show 17 --app mars-indexer
     """
-    app, config = _named_app(app, None, config)
+    if app is not None:
+        app, config = named_app(app, config)
 
     async def run(stored: StoredDeadLetters, _server: OpenedServer) -> None:
         dead_letter = await stored.get(sequence, app)
@@ -168,55 +191,38 @@ def show(
 
 
 @dead_letters.command()
+@_selecting
 def retry(
-    sequences: Sequences = None,
-    app: OfApp = None,
-    agent: OfAgent = None,
-    reason: Reason = None,
-    stream: OfStream = None,
-    since: Since = None,
-    until: Until = None,
-    error: WithError = None,
-    all_: All = False,
-    rate: Annotated[
-        float | None,
-        option("NUMBER", "Return at most so many a second. Default: all at once.", min=0.001, callback=finite),
-    ] = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    config: ConfigOption = None,
+    wanted: Selection,
+    config: ConfigSource | None,
+    all_: bool = ALL,
+    rate: float | None = option(
+        "NUMBER", "Return at most so many a second. Default: all at once.", min=0.001, callback=finite
+    ),
+    dry_run: bool = DRY_RUN,
+    yes: bool = YES,
 ) -> None:
     """Retry dead letters: each is returned to the agent that failed, and to no other. The agent handles it like a new
     notification.
 
     Example: aviso-workers dead-letters retry --agent index_field --yes
     """
-    app, config = _named_app(app, agent, config)
-    wanted = _selection(sequences, since, until, app=app, agent=agent, reason=reason, stream=stream, error=error)
     _act(config, wanted, StoredDeadLetters.retry, every=all_, rate=rate, dry_run=dry_run, yes=yes)
 
 
 @dead_letters.command()
+@_selecting
 def drop(
-    sequences: Sequences = None,
-    app: OfApp = None,
-    agent: OfAgent = None,
-    reason: Reason = None,
-    stream: OfStream = None,
-    since: Since = None,
-    until: Until = None,
-    error: WithError = None,
-    all_: All = False,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    config: ConfigOption = None,
+    wanted: Selection,
+    config: ConfigSource | None,
+    all_: bool = ALL,
+    dry_run: bool = DRY_RUN,
+    yes: bool = YES,
 ) -> None:
     """Erase dead letters for good.
 
     Example: aviso-workers dead-letters drop 17 --app mars-indexer
     """
-    app, config = _named_app(app, agent, config)
-    wanted = _selection(sequences, since, until, app=app, agent=agent, reason=reason, stream=stream, error=error)
     _act(config, wanted, StoredDeadLetters.drop, every=all_, dry_run=dry_run, yes=yes)
 
 
@@ -290,16 +296,14 @@ async def _act_on(
     done = "handed back" if act is StoredDeadLetters.retry else "erased"
     count, refused, affected = 0, list[RefusedError](), AffectedLetters()
     others = ""
-    columns = (TextColumn(done), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            bar = progress.add_task("", total=len(found))
+        with counted(done, len(found)) as advance:
 
             def note(dead_letter: DeadLetter) -> None:
                 nonlocal count
                 count += 1
                 affected.note(dead_letter)
-                progress.advance(bar)
+                advance()
 
             async with aclosing(stored.select(Selection(chosen=found))) as dead_letters:
                 async for portion in portions(dead_letters, rate=rate):
@@ -327,36 +331,10 @@ def _run(config: ConfigSource | None, run: Run) -> None:
         connected(config, run_connected)
 
 
-def _named_app(
-    app: str | None, agent: str | None, config: ConfigSource | None
-) -> tuple[str | None, ConfigSource | None]:
-    """Return what `named_app` does. Raises `DeclarationError` where the app is MODULE:APP and lacks the agent."""
-    if app is not None and ":" in app and agent is not None:
-        found = find_app(app, agent=None, config=config)
-        agent_control.declared(found, found.config, agent)
-    return named_app(app, config) if app is not None else (None, config)
-
-
-def _selection(sequences: Sequence[int] | None, since: str | None, until: str | None, **others: Any) -> Selection:
-    now = datetime.now(UTC)
-    first = parse_moment(since, name="--since", now=now) if since else None
-    last = parse_moment(until, name="--until", now=now) if until else None
-    if first and last and last < first:
-        raise InvalidPositionError(f"--until {until} is before --since {since}")
-    return Selection(sequences=frozenset(sequences or ()), since=first, until=last, **others)
-
-
 def _row(dead_letter: DeadLetter) -> tuple[str, ...]:
-    return (
-        str(dead_letter.sequence),
-        time_text(dead_letter.time),
-        dead_letter.app,
-        dead_letter.agent,
-        dead_letter.reason,
-        str(dead_letter.attempts),
-        f"{dead_letter.stream}@{dead_letter.original.sequence}",
-        dead_letter.error,
-    )
+    of = (dead_letter.app, dead_letter.agent, dead_letter.reason, str(dead_letter.attempts))
+    original = f"{dead_letter.stream}@{dead_letter.original.sequence}"
+    return (str(dead_letter.sequence), time_text(dead_letter.time), *of, original, dead_letter.error)
 
 
 def _group_row(group: Group) -> tuple[str, ...]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from aviso_workers.cli.options import Yes, argument, confirm
+from aviso_workers.cli.options import YES, argument, confirm
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import OpenedServer, on_server
@@ -15,10 +13,8 @@ from aviso_workers.state.audit_records import Affected
 @on_server
 async def delete(
     server: OpenedServer,
-    notification: Annotated[
-        str, argument("EVENT@SEQUENCE", "Event type and sequence of the notification, e.g. mars@4711.")
-    ],
-    yes: Yes = False,
+    notification: str = argument("EVENT@SEQUENCE", "Event type and sequence of the notification, e.g. mars@4711."),
+    yes: bool = YES,
 ) -> None:
     """Delete one notification, after showing which one it is. `erase` also finds its copies.
 

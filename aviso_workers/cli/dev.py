@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
@@ -19,8 +19,8 @@ from aviso_workers.aviso.literals import quoted
 from aviso_workers.aviso.notifications import Notify
 from aviso_workers.cli.options import flag
 from aviso_workers.cli.output import echo
-from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app, shared
-from aviso_workers.cli.worker import Reload, StatusPort, console_command, fleet_command
+from aviso_workers.cli.targets import CONFIG, INSTALLED_AGENT, TARGET, ConfigSource, find_app, shared
+from aviso_workers.cli.worker import RELOAD, STATUS_PORT, console_command, fleet_command
 from aviso_workers.config import Config
 from aviso_workers.config.nats_server import LOOPBACK_NAMES
 from aviso_workers.declare.agents import Agent
@@ -36,16 +36,15 @@ MAX_PORTS = 20
 
 
 def dev(
-    target: Target = None,
-    agent: AgentOption = None,
-    config: ConfigOption = None,
-    status_port: StatusPort = None,
-    ephemeral: Annotated[
-        bool,
-        flag("--ephemeral", "Delete the streams when the command ends. Default: keep them in .aviso-workers/server."),
-    ] = False,
-    reload: Reload = False,
-    verbose: Annotated[bool, flag("--verbose", "Show the whole log, not only warnings and errors.", "-v")] = False,
+    target: str | None = TARGET,
+    agent: str | None = INSTALLED_AGENT,
+    config: ConfigSource | None = CONFIG,
+    status_port: int | None = STATUS_PORT,
+    ephemeral: bool = flag(
+        "--ephemeral", "Delete the streams when the command ends. Default: keep them in .aviso-workers/server."
+    ),
+    reload: bool = RELOAD,
+    verbose: bool = flag("--verbose", "Show the whole log, not only warnings and errors.", "-v"),
 ) -> None:
     """Run an app's agents beside a nats-server of their own, for development. The server listens on the port that
     nats_url names.

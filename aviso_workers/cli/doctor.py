@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from aviso_workers.aviso.literals import printable
 from aviso_workers.cli.options import flag, option, seconds_between
 from aviso_workers.cli.output import echo, print_json
-from aviso_workers.cli.targets import ConfigOption, connected, find_app, load
+from aviso_workers.cli.targets import CONFIG, ConfigSource, connected, find_app, load
 from aviso_workers.errors import AvisoWorkersError, BackendError
 from aviso_workers.ops.doctor import Report, Scope, State, examine, hurried, output
 
@@ -22,37 +22,25 @@ Format = Literal["text", "json", "prometheus", "nagios"]
 
 
 def doctor(
-    app: Annotated[
-        str | None, option("MODULE:APP", "Check the agents of this app too, and use its configuration.")
-    ] = None,
-    monitor: Annotated[
-        list[str] | None,
-        option(
-            "URL",
-            "URL of a server's monitoring port; repeat it for each server. Default: that of the "
-            "configuration's section server.",
-        ),
-    ] = None,
-    production: Annotated[
-        bool, flag("--production", "Also check what only production needs, such as three replicas.")
-    ] = False,
-    seconds: Annotated[float, seconds_between("samples")] = 5.0,
-    backups: Annotated[
-        Path | None,
-        option(
-            "DIR",
-            "Directory with backups: check that each configured stream has one of today. Default: backups are "
-            "not checked.",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None,
-    format: Annotated[Format, typer.Option(help="Format of the results.")] = "text",
-    verbose: Annotated[
-        bool,
-        flag("--verbose", "List the checks that pass, also at a terminal. A pipe or a file always gets them.", "-v"),
-    ] = False,
-    config: ConfigOption = None,
+    app: str | None = option("MODULE:APP", "Check the agents of this app too, and use its configuration."),
+    monitor: list[str] | None = option(
+        "URL",
+        "URL of a server's monitoring port; repeat it for each server. Default: that of the "
+        "configuration's section server.",
+    ),
+    production: bool = flag("--production", "Also check what only production needs, such as three replicas."),
+    seconds: float = seconds_between("samples", default=5.0),
+    backups: Path | None = option(
+        "DIR",
+        "Directory with backups: check that each configured stream has one of today. Default: backups are not checked.",
+        exists=True,
+        file_okay=False,
+    ),
+    format: Format = typer.Option("text", help="Format of the results."),
+    verbose: bool = flag(
+        "--verbose", "List the checks that pass, also at a terminal. A pipe or a file always gets them.", "-v"
+    ),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Check servers, streams, consumers and settings for known problems, and say what to do about each. Nothing is
     changed.

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli.arguments import parse_where
-from aviso_workers.cli.completion import Event
-from aviso_workers.cli.options import Yes, confirm, filter_argument, flag, option
+from aviso_workers.cli.completion import EVENT
+from aviso_workers.cli.options import YES, confirm, end_where, filter_argument, flag, option
 from aviso_workers.cli.output import echo, print_table
 from aviso_workers.cli.progress import ProgressLines
-from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops.erasure import ELSEWHERE, INDEX_WITHIN, Eraser, Survey, Suspect
 
@@ -24,20 +23,16 @@ SHOWN_KEYS = 50
 
 
 def erase(
-    event: Event,
-    where: Annotated[list[str] | None, filter_argument("Erase notifications")] = None,
-    id: Annotated[
-        int | None, option("N", "Erase the notification with this sequence, instead of KEY=VALUE.", min=1)
-    ] = None,
-    key: Annotated[
-        list[str] | None, option("BUCKET/KEY", "Also erase this key of a table, windows or a counter; may be repeated.")
-    ] = None,
-    audit: Annotated[
-        Path | None, option("FILE", "New file for the record of the erasure. Default: erasure-TIME.json here.")
-    ] = None,
-    dry_run: Annotated[bool, flag("--dry-run", "Only say what would be erased.")] = False,
-    yes: Yes = False,
-    config: ConfigOption = None,
+    event: str = EVENT,
+    where: list[str] | None = filter_argument("Erase notifications"),
+    id: int | None = option("N", "Erase the notification with this sequence, instead of KEY=VALUE.", min=1),
+    key: list[str] | None = option(
+        "BUCKET/KEY", "Also erase this key of a table, windows or a counter; may be repeated."
+    ),
+    audit: Path | None = option("FILE", "New file for the record of the erasure. Default: erasure-TIME.json here."),
+    dry_run: bool = flag("--dry-run", "Only say what would be erased."),
+    yes: bool = YES,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Erase notifications for good, wherever this account keeps them: also their copies and dead letters. Their bytes
     on the disk are overwritten.
@@ -67,18 +62,19 @@ def erase(
         _print_erased(sum(eraser.erased(left).values()), left, record)
         return left.whole
 
-    if not connected(config, run):
-        raise typer.Exit(1)
+    is_whole = connected(config, run)
+    end_where(not is_whole)
 
 
 def _print(survey: Survey) -> None:
     if not survey.findings:
         typer.echo("nothing matches")
     else:
-        rows = [
-            (finding.stream, finding.what, str(len(finding.sequences)), _sequences(finding.sequences))
-            for finding in survey.findings
-        ]
+        rows = []
+        for finding in survey.findings:
+            found = finding.sequences
+            some = ", ".join(map(str, found[:SHOWN])) + (", ..." if len(found) > SHOWN else "")
+            rows.append((finding.stream, finding.what, str(len(found)), some))
         print_table(("stream", "holds", "messages", "sequences"), rows)
     for suspect in survey.suspects:
         _print_suspect(suspect)
@@ -121,7 +117,3 @@ def _print_suspect(suspect: Suspect) -> None:
         echo(f"  --key {quoted(f'{suspect.name}/{key}')}")
     if len(suspect.named) > SHOWN_KEYS:
         echo(f"  and {len(suspect.named) - SHOWN_KEYS} more")
-
-
-def _sequences(sequences: tuple[int, ...]) -> str:
-    return ", ".join(map(str, sequences[:SHOWN])) + (", ..." if len(sequences) > SHOWN else "")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from aviso_workers.cli.options import option
 from aviso_workers.ops.backups import Identities
 
-IdentityOption = Annotated[Path | None, option("FILE", "File with the secret keys of age that open encrypted backups.")]
+IDENTITY = option("FILE", "File with the secret keys of age that open encrypted backups.")
 
 
 def identities_of(file: Path | None) -> Identities | None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli import NOT_PROVEN
-from aviso_workers.cli.completion import Stream
-from aviso_workers.cli.options import Yes, confirm, finite, flag, option
+from aviso_workers.cli.completion import STREAM
+from aviso_workers.cli.options import YES, confirm, end_where, finite, flag, option
 from aviso_workers.cli.recorded import recorded
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, load, on_server
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, load, on_server
 from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
 from aviso_workers.ops.consumer_positions import Carried
 from aviso_workers.ops.promotion import Promotion
@@ -23,43 +22,34 @@ mirror = typer.Typer(help="Promote mirrors, fence streams, and rehearse a failov
 
 MAX_LISTED = 20
 """Messages that are listed one by one."""
-Api = Annotated[
-    str,
-    option(
-        "PREFIX", "API prefix of the domain with the stream, e.g. '$JS.hub.API'. Default: that of the configuration."
-    ),
-]
+API = option(
+    "PREFIX",
+    "API prefix of the domain with the stream, e.g. '$JS.hub.API'. Default: that of the configuration.",
+    default="",
+)
 
 
 @mirror.command()
 def promote(
-    stream: Stream,
-    subject: Annotated[
-        list[str] | None,
-        option(
-            "SUBJECT", "Subject on which the mirror takes publishes; may be repeated. Default: the origin's subjects."
-        ),
-    ] = None,
-    origin_is_lost: Annotated[
-        bool,
-        flag(
-            "--origin-is-lost",
-            "Promote it although the origin does not answer and cannot be fenced. It needs --subject.",
-        ),
-    ] = False,
-    origin_was_recreated: Annotated[
-        bool,
-        flag(
-            "--origin-was-recreated",
-            "Promote it although the origin was recreated and has messages that the mirror lacks.",
-        ),
-    ] = False,
-    patience: Annotated[
-        float,
-        option("SECONDS", "Seconds within which the mirror must catch up with its origin.", min=0, callback=finite),
-    ] = 30.0,
-    yes: Yes = False,
-    config: ConfigOption = None,
+    stream: str = STREAM,
+    subject: list[str] | None = option(
+        "SUBJECT", "Subject on which the mirror takes publishes; may be repeated. Default: the origin's subjects."
+    ),
+    origin_is_lost: bool = flag(
+        "--origin-is-lost", "Promote it although the origin does not answer and cannot be fenced. It needs --subject."
+    ),
+    origin_was_recreated: bool = flag(
+        "--origin-was-recreated", "Promote it although the origin was recreated and has messages that the mirror lacks."
+    ),
+    patience: float = option(
+        "SECONDS",
+        "Seconds within which the mirror must catch up with its origin.",
+        min=0,
+        callback=finite,
+        default=30.0,
+    ),
+    yes: bool = YES,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Promote a mirror: fence its origin, and let the mirror take publishes in its place. Exit with 3 if it is not
     proven that nothing is missing.
@@ -83,23 +73,19 @@ def promote(
 
     found = connected(config, run)
     _print_promotion(found)
-    if not found.proven:
-        raise typer.Exit(NOT_PROVEN)
+    end_where(not found.proven, code=NOT_PROVEN)
 
 
 @mirror.command()
 def recover(
-    stream: Stream,
-    origin_config: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "Configuration file with the connection to the origin. Default: the origin is in this account, or "
-            "in a JetStream domain.",
-        ),
-    ] = None,
-    yes: Yes = False,
-    config: ConfigOption = None,
+    stream: str = STREAM,
+    origin_config: Path | None = option(
+        "FILE",
+        "Configuration file with the connection to the origin. Default: the origin is in this account, or "
+        "in a JetStream domain.",
+    ),
+    yes: bool = YES,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Publish to a promoted mirror the messages that only its origin has. Without --yes, they are only listed. Exit
     with 3 if some cannot be compared.
@@ -127,32 +113,21 @@ def recover(
             result.text = f"{stream}: {recovered.published} messages published, {there}"
         return recovered
 
-    if not yes:
-        _print_missing(stream, *connected(config, list_missing))
-        return
-    _print_recovered(stream, connected(config, publish))
-
-
-def _print_missing(stream: str, count: int, undecided: int) -> None:
-    """Print how many messages only the origin has; exit 2 where some are to be published, 3 where some cannot be
-    compared.
-    """
-    if count > MAX_LISTED:
-        typer.echo(f"... and {count - MAX_LISTED} more")
-    typer.echo(f"only the origin of {stream} has {count} messages")
-    _print_undecided(undecided)
-    confirm(not count, to=f"publish them to {stream}, behind what it has")
-    if undecided:
-        raise typer.Exit(NOT_PROVEN)
-
-
-def _print_recovered(stream: str, found: Recovered) -> None:
-    """Print why some messages were not published; exit 3 where some cannot be compared."""
-    if found.superseded:
-        typer.echo(f"{found.superseded} were not published, because {stream} has a newer one of their subject")
-    _print_undecided(found.undecided)
-    if found.undecided:
-        raise typer.Exit(NOT_PROVEN)
+    if yes:
+        recovered = connected(config, publish)
+        if recovered.superseded:
+            newer = f"{stream} has a newer one of their subject"
+            typer.echo(f"{recovered.superseded} were not published, because {newer}")
+        undecided = recovered.undecided
+        _print_undecided(undecided)
+    else:
+        count, undecided = connected(config, list_missing)
+        if count > MAX_LISTED:
+            typer.echo(f"... and {count - MAX_LISTED} more")
+        typer.echo(f"only the origin of {stream} has {count} messages")
+        _print_undecided(undecided)
+        confirm(not count, to=f"publish them to {stream}, behind what it has")
+    end_where(undecided, code=NOT_PROVEN)
 
 
 def _print_undecided(count: int) -> None:
@@ -161,7 +136,7 @@ def _print_undecided(count: int) -> None:
 
 
 @mirror.command()
-def fence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
+def fence(stream: str = STREAM, api: str = API, yes: bool = YES, config: ConfigSource | None = CONFIG) -> None:
     """Fence a stream: it takes no publishes any more. It keeps its messages, and stream management does not change it.
 
     Example: aviso-workers mirror fence MARS --yes
@@ -177,7 +152,7 @@ def fence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOption 
 
 
 @mirror.command()
-def unfence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOption = None) -> None:
+def unfence(stream: str = STREAM, api: str = API, yes: bool = YES, config: ConfigSource | None = CONFIG) -> None:
     """Unfence a stream: it takes publishes on its subjects again. Make sure that no other stream takes them.
 
     Example: aviso-workers mirror unfence MARS --yes
@@ -196,13 +171,12 @@ def unfence(stream: Stream, api: Api = "", yes: Yes = False, config: ConfigOptio
 @on_server
 async def drill(
     server: OpenedServer,
-    origin_api: Annotated[
-        str,
-        option(
-            "PREFIX", "API prefix of the domain for the origin, e.g. '$JS.hub.API'. Default: that of the configuration."
-        ),
-    ] = "",
-    messages: Annotated[int, option("N", "Number of messages to publish during the drill.", min=2)] = 1000,
+    origin_api: str = option(
+        "PREFIX",
+        "API prefix of the domain for the origin, e.g. '$JS.hub.API'. Default: that of the configuration.",
+        default="",
+    ),
+    messages: int = option("N", "Number of messages to publish during the drill.", min=2, default=1000),
 ) -> None:
     """Rehearse a failover on a scratch stream and its mirror. Exit with 1 if a message was lost or stored twice.
 
@@ -212,8 +186,7 @@ async def drill(
     _print_promotion(found.promotion)
     typer.echo(f"no publish was stored for {found.interrupted_seconds:.3f} s at most")
     typer.echo(f"the fenced origin took {found.after_fence}; {found.stored} of {found.published} published are stored")
-    if not found.passed:
-        raise typer.Exit(1)
+    end_where(not found.passed)
 
 
 def _print_promotion(found: Promotion) -> None:

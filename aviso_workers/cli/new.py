@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from aviso_workers import projects
 from aviso_workers.aviso.literals import quoted
@@ -12,9 +11,7 @@ from aviso_workers.cli.output import echo
 
 
 def new(
-    project: Annotated[
-        Path, argument("PROJECT", "Folder to create; its last part is the project's name, e.g. field_index.")
-    ],
+    project: Path = argument("PROJECT", "Folder to create; its last part is the project's name, e.g. field_index."),
 ) -> None:
     """Create a small working project, with an agent, its tests and the files that deploy it.
 

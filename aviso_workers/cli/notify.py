@@ -6,14 +6,11 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import anyio
 import msgspec
 import typer
 from msgspec import Struct, structs
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.notifications import Notify, parse_pairs
@@ -22,8 +19,9 @@ from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import FileLine, LinesFile, lines_file, parse_duration, parse_payload
 from aviso_workers.cli.options import argument, option
 from aviso_workers.cli.output import echo, time_text
+from aviso_workers.cli.progress import counted
 from aviso_workers.cli.signals import until_signal
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app
+from aviso_workers.cli.targets import CONFIG, ConfigSource, connected_app
 from aviso_workers.config import Config
 from aviso_workers.engine.publisher import encode, size_of, too_large
 from aviso_workers.errors import AvisoWorkersError, InvalidNotificationError
@@ -36,32 +34,26 @@ MAY_BE_STORED = (
 
 
 def notify(
-    event: Annotated[
-        str | None, argument("EVENT", "The event type, e.g. mars.", autocompletion=completion.event_types)
-    ] = None,
-    identifier: Annotated[
-        list[str] | None, argument("KEY=VALUE...", "A field of the identifier, e.g. class=od.")
-    ] = None,
-    payload: Annotated[
-        str | None, option("JSON", "Payload: JSON, @FILE with JSON, or - for standard input. Default: no payload.")
-    ] = None,
-    at: Annotated[
-        str | None,
-        option("TIME", "Deliver the notification at this time, e.g. 2026-11-21T06:00:00Z. Default: at once."),
-    ] = None,
-    after: Annotated[
-        str | None, option("DURATION", "Deliver the notification after this time, e.g. 10m or 2h. Default: at once.")
-    ] = None,
-    file: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "Publish the notifications of a file, one JSON document a line: "
-            '{"event": ..., "identifier": {...}, "payload": ..., "id": ...}, or a CloudEvent as `replay` prints it. '
-            "- is standard input.",
-        ),
-    ] = None,
-    config: ConfigOption = None,
+    event: str | None = argument(
+        "EVENT", "The event type, e.g. mars.", autocompletion=completion.event_types, default=None
+    ),
+    identifier: list[str] | None = argument("KEY=VALUE...", "A field of the identifier, e.g. class=od.", default=None),
+    payload: str | None = option(
+        "JSON", "Payload: JSON, @FILE with JSON, or - for standard input. Default: no payload."
+    ),
+    at: str | None = option(
+        "TIME", "Deliver the notification at this time, e.g. 2026-11-21T06:00:00Z. Default: at once."
+    ),
+    after: str | None = option(
+        "DURATION", "Deliver the notification after this time, e.g. 10m or 2h. Default: at once."
+    ),
+    file: Path | None = option(
+        "FILE",
+        "Publish the notifications of a file, one JSON document a line: "
+        '{"event": ..., "identifier": {...}, "payload": ..., "id": ...}, or a CloudEvent as `replay` prints it. '
+        "- is standard input.",
+    ),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Publish one notification, or those of a file, and wait until the server has stored them.
 
@@ -132,38 +124,35 @@ async def _notify_lines(lines: LinesFile, config: ConfigSource | None) -> None:
     checked = _checked(lines, app.config)
     if not checked.total:
         echo(f"{lines.name} has no notifications", err=True)
-    columns = (TextColumn("publishing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     begun = stored = known = signalled = 0
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=checked.total)
+    try:
+        with counted("publishing", checked.total) as advance:
 
-        def notifications() -> Iterator[Notify]:
-            nonlocal begun
-            for _, line, origin in lines.read():
-                begun += 1
-                # Only the id of a CloudEvent takes its message to be known; the publisher encodes all of them.
-                yield _encoded(app.config, line, origin)[0] if origin else _notification(line)
-                progress.advance(bar)
+            def notifications() -> Iterator[Notify]:
+                nonlocal begun
+                for _, line, origin in lines.read():
+                    begun += 1
+                    # Only the id of a CloudEvent takes its message to be known; the publisher encodes all of them.
+                    yield _encoded(app.config, line, origin)[0] if origin else _notification(line)
+                    advance()
 
-        def count_known(event: Published) -> None:
-            nonlocal known
-            known += event.count if event.outcome == "duplicate" else 0
+            def count_known(event: Published) -> None:
+                nonlocal known
+                known += event.count if event.outcome == "duplicate" else 0
 
-        async def publish() -> None:
-            nonlocal stored
-            async with app:
-                _require_fit(lines, checked, most=app.session.backend.connection.max_payload)
-                stored = await app.session.publisher.notify_many(notifications(), answered=checked.has_ids)
+            async def publish() -> None:
+                nonlocal stored
+                async with app:
+                    _require_fit(lines, checked, most=app.session.backend.connection.max_payload)
+                    stored = await app.session.publisher.notify_many(notifications(), answered=checked.has_ids)
 
-        app.events.listen(count_known, Published)
-        try:
+            app.events.listen(count_known, Published)
             signalled = await until_signal(publish)
-        except AvisoWorkersError as error:
-            if not begun:
-                raise
-            progress.stop()
-            typer.echo(MAY_BE_STORED.format(begun=begun, total=checked.total), err=True)
-            raise AvisoWorkersError(str(error)) from error  # whatever it is, something may have been done
+    except AvisoWorkersError as error:
+        if not begun:
+            raise
+        typer.echo(MAY_BE_STORED.format(begun=begun, total=checked.total), err=True)
+        raise AvisoWorkersError(str(error)) from error  # whatever it is, something may have been done
     if signalled:
         if begun:
             typer.echo(MAY_BE_STORED.format(begun=begun, total=checked.total), err=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import zip_longest
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import typer
@@ -20,17 +20,17 @@ from rich.text import Text
 
 from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import SECOND, printable, printable_lines
-from aviso_workers.cli.options import flag
+from aviso_workers.cli.options import end_where, flag
 from aviso_workers.events import Events, Skipped
 from aviso_workers.jetstream import fields
 from aviso_workers.jetstream.info import SILENT_NANOSECONDS, Cluster, ConsumerInfo, StreamInfo
 
-AsJson = Annotated[bool, flag("--json", "Print one JSON document a row instead of a table.")]
+AS_JSON = flag("--json", "Print one JSON document a row instead of a table.")
 
 WIDE = 10_000
 MAX_SKIPPED = 10
 """Skipped messages that have a line each; more are only counted."""
-AsAnswered = Annotated[bool, flag("--json", "Print the server's whole answer as one JSON document.")]
+AS_ANSWERED = flag("--json", "Print the server's whole answer as one JSON document.")
 T = TypeVar("T", StreamInfo, ConsumerInfo)
 GAP = "  "
 """Between two columns, and before a last column that is written below its row."""
@@ -41,18 +41,19 @@ NARROWEST = 24
 def print_rows(
     columns: Sequence[str],
     rows: Iterable[Iterable[str]],
-    documents: Iterable[Any],
+    documents: Iterable[Any] | None = None,
     *,
     none: str,
     as_json: bool,
     partly: bool = False,
 ) -> None:
     """Print a table for people, or the documents of its rows for programs, one on each line, with what a row's class
-    makes of its fields. `none` is what people read instead of a table without rows, such as `no streams`, and `partly`
-    whether there may be others that are not known.
+    makes of its fields; without documents, each has the cells of its row by the names of the columns. `none` is what
+    people read instead of a table without rows, such as `no streams`, and `partly` whether there may be others that are
+    not known.
     """
     if as_json:
-        for document in documents:
+        for document in (dict(zip(columns, row, strict=True)) for row in rows) if documents is None else documents:
             print_json(msgspec.to_builtins(document) | _properties(document))
     else:
         print_table(columns, rows, none=f"{none} that can be shown" if partly else none)
@@ -159,8 +160,7 @@ def end_where_unavailable(names: Sequence[str], denied: str = "") -> None:
     said = [*(f"{name}: no server answers for it, so that it is not shown" for name in names), denied]
     for line in filter(None, said):
         echo(line, err=True)
-    if any(said):
-        raise typer.Exit(1)
+    end_where(any(said))
 
 
 def print_details(found: T, state: Callable[[T], Iterable[tuple[str, str]]], *, as_json: bool) -> None:

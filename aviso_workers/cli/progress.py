@@ -9,7 +9,14 @@ from functools import partial
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bars
 
 from aviso_workers.ops.backups import Progress
@@ -40,6 +47,14 @@ class ProgressLines:
         left = max(self._total - self._count, 0) / rate
         line = f"{self._count} of {self._total} {self._done}, {rate:.0f} a second, about {left:.0f} s left"
         typer.echo(line, err=True)
+
+
+@contextmanager
+def counted(done: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show for the block how many of all are done; what it yields is called for each of them."""
+    columns = (TextColumn(done), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        yield partial(bars.advance, bars.add_task("", total=total))
 
 
 @contextmanager

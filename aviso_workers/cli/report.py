@@ -7,7 +7,6 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
-from typing import Annotated
 
 import anyio
 import msgspec
@@ -19,9 +18,9 @@ from rich.text import Text
 
 from aviso_workers.aviso.literals import printable, time_text
 from aviso_workers.backends import Admin
-from aviso_workers.cli.options import argument, flag, option, seconds_between
+from aviso_workers.cli.options import argument, end_where, flag, option, seconds_between
 from aviso_workers.cli.output import (
-    AsJson,
+    AS_JSON,
     end_where_unavailable,
     print_json,
     print_rows,
@@ -46,25 +45,24 @@ SHOWN = 20
 """Consumers that fit on a screen: those that lag behind most."""
 
 Take = Callable[[Admin], Awaitable[ServerSnapshot]]
-Seconds = Annotated[float, seconds_between("snapshots")]
+SECONDS = seconds_between("snapshots", default=2.0)
 
 
 @report.command()
 @on_server
-async def mirrors(server: OpenedServer, as_json: AsJson = False) -> None:
+async def mirrors(server: OpenedServer, as_json: bool = AS_JSON) -> None:
     """List mirrors and sources with their origins and their lag. Exit with 1 if one does not follow its origin.
 
     Example: aviso-workers report mirrors
     """
     links = await Mirrors(server.admin).links()
     print_rows(MIRRORS, map(_mirror_row, links), links, none="no stream follows another one", as_json=as_json)
-    if any(link.trouble for link in links):
-        raise typer.Exit(1)
+    end_where(any(link.trouble for link in links))
 
 
 @report.command()
 @on_server
-async def account(server: OpenedServer, as_json: AsJson = False) -> None:
+async def account(server: OpenedServer, as_json: bool = AS_JSON) -> None:
     """Show how much of JetStream the account uses, and its limits.
 
     Example: aviso-workers report account
@@ -77,16 +75,13 @@ async def account(server: OpenedServer, as_json: AsJson = False) -> None:
 @on_server
 async def streams(
     server: OpenedServer,
-    seconds: Seconds = 2.0,
-    monitor: Annotated[
-        list[str] | None,
-        option(
-            "URL",
-            "URL of a server's monitoring port, which is asked for its disk; repeat it for each server. "
-            "Default: that of the configuration's section server.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
+    seconds: float = SECONDS,
+    monitor: list[str] | None = option(
+        "URL",
+        "URL of a server's monitoring port, which is asked for its disk; repeat it for each server. "
+        "Default: that of the configuration's section server.",
+    ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show the size, limits, rate and replicas of each stream, and the servers' disks. Exit with 1 if one is in
     trouble.
@@ -102,17 +97,16 @@ async def streams(
         print_rows(SERVERS, map(_server_row, servers), servers, none="no servers", as_json=as_json)
     end_where_unavailable(now.unavailable, denied)
     sealed = stream_policy.sealed(server.config, now.streams)
-    if sealed or any(row.trouble for row in rows) or any(row.trouble for row in servers):
-        raise typer.Exit(1)
+    end_where(sealed or any(row.trouble for row in rows) or any(row.trouble for row in servers))
 
 
 @report.command()
 @on_server
 async def notification(
     server: OpenedServer,
-    name: Annotated[str, argument("EVENT@SEQUENCE", "Event type, base or stream, and sequence, e.g. mars@4711.")],
-    seconds: Seconds = 1.0,
-    as_json: Annotated[bool, flag("--json", "Print one JSON document.")] = False,
+    name: str = argument("EVENT@SEQUENCE", "Event type, base or stream, and sequence, e.g. mars@4711."),
+    seconds: float = seconds_between("snapshots", default=1.0),
+    as_json: bool = flag("--json", "Print one JSON document."),
 ) -> None:
     """Report what has become of one notification at each agent of its stream, and how that is known.
 
@@ -140,22 +134,37 @@ async def notification(
 
 
 @on_server
-async def top(server: OpenedServer, seconds: Seconds = 2.0) -> None:
+async def top(server: OpenedServer, seconds: float = SECONDS) -> None:
     """Show streams and consumers as they change, until Ctrl-C.
 
     The lag of a consumer is pending plus ack pending, as `consumers ls` lists them.
 
     Example: aviso-workers top
     """
-    screen = _Screen()
+    all_rates: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+    all_lags: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
     before: ServerSnapshot | None = None
 
     async def shown() -> Group:
         nonlocal before
         now = await snapshots.take(server.admin)
-        group = screen.shown(now, before or now, width=terminal().width)
+        streams, consumers, width = [], [], terminal().width
+        for stream in reports.streams(now, before or now):
+            rates = all_rates[stream.stream]
+            rates.append(stream.rate)
+            numbers = (str(stream.messages), decimal(stream.bytes))
+            streams.append((stream.stream, *numbers, _sparkline(rates), stream.note))
+        for consumer in reports.consumers(now, before or now)[:SHOWN]:
+            lags = all_lags[consumer.stream, consumer.consumer]
+            lags.append(consumer.lag)
+            counts = (str(consumer.lag), f"{consumer.rate:+.1f}", str(consumer.redelivered))
+            consumers.append((consumer.stream, consumer.consumer, *counts, _sparkline(lags), consumer_state(consumer)))
         before = now
-        return group
+        away = f"no server answers for {', '.join(now.unavailable)}" if now.unavailable else ""
+        missing = [Text(printable(said)) for said in (away, now.denied.text()) if said]
+        below = [table(TOP_CONSUMERS, consumers, width=width)] if consumers else []
+        above = [table(TOP_STREAMS, streams, width=width), Text()] if streams else []
+        return Group(*above, *below, *missing)
 
     await keep_shown(shown, seconds=seconds, screen=True)
 
@@ -186,32 +195,6 @@ async def two_snapshots(
     return await take(server.admin), before
 
 
-class _Screen:
-    """The screen of `top`: the newest snapshot, with the rates and lags of those before."""
-
-    def __init__(self) -> None:
-        self._rates: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self._lags: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-
-    def shown(self, now: ServerSnapshot, before: ServerSnapshot, *, width: int) -> Group:
-        streams = []
-        for stream in reports.streams(now, before):
-            self._rates[stream.stream].append(stream.rate)
-            rates = _sparkline(self._rates[stream.stream])
-            streams.append((stream.stream, str(stream.messages), decimal(stream.bytes), rates, stream.note))
-        consumers = []
-        for consumer in reports.consumers(now, before)[:SHOWN]:
-            lags = self._lags[consumer.stream, consumer.consumer]
-            lags.append(consumer.lag)
-            numbers = (str(consumer.lag), f"{consumer.rate:+.1f}", str(consumer.redelivered))
-            consumers.append((consumer.stream, consumer.consumer, *numbers, _sparkline(lags), consumer_state(consumer)))
-        away = f"no server answers for {', '.join(now.unavailable)}" if now.unavailable else ""
-        missing = [Text(printable(said)) for said in (away, now.denied.text()) if said]
-        below = [table(TOP_CONSUMERS, consumers, width=width)] if consumers else []
-        above = [table(TOP_STREAMS, streams, width=width), Text()] if streams else []
-        return Group(*above, *below, *missing)
-
-
 STREAMS = ("stream", "messages", "bytes", "used", "per second", "last stored", "replicas", "trouble")
 SERVERS = ("server", "stores", "may store", "free on its disk", "trouble")
 MIRRORS = ("stream", "relation", "origin", "lag", "last contact", "compared", "trouble")
@@ -223,16 +206,8 @@ TOP_CONSUMERS = ("stream", "consumer", "lag", "lag change per s", "redelivered",
 def _stream_row(row: StreamRow) -> tuple[str, ...]:
     used = "-" if row.used is None else f"{row.used:.0%}"
     replicas = str(row.replicas) if row.current is None else f"{row.current} of {row.replicas}"
-    return (
-        row.stream,
-        str(row.messages),
-        decimal(row.bytes),
-        used,
-        f"{row.rate:.1f}",
-        duration((row.time - row.last).total_seconds()) if row.last else "never",
-        replicas,
-        row.note,
-    )
+    last = duration((row.time - row.last).total_seconds()) if row.last else "never"
+    return (row.stream, str(row.messages), decimal(row.bytes), used, f"{row.rate:.1f}", last, replicas, row.note)
 
 
 def _server_row(row: ServerRow) -> tuple[str, ...]:
@@ -242,17 +217,10 @@ def _server_row(row: ServerRow) -> tuple[str, ...]:
 
 def _mirror_row(link: Link) -> tuple[str, ...]:
     origin = f"{link.origin} at {link.api}" if link.api else link.origin
-    contact = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
+    heard = "never" if link.active_seconds is None else f"{link.active_seconds:.1f} s ago"
+    contact = "" if link.relation == "promoted" else heard
     compared = "" if link.relation != "mirror" else "not" if link.equal is None else f"{link.equal} are the same"
-    return (
-        link.stream,
-        link.relation,
-        origin,
-        str(link.lag),
-        "" if link.relation == "promoted" else contact,
-        compared,
-        link.trouble,
-    )
+    return (link.stream, link.relation, origin, str(link.lag), contact, compared, link.trouble)
 
 
 def _use_row(use: ResourceUse) -> tuple[str, ...]:

@@ -6,14 +6,13 @@ import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from msgspec import structs
 
-from aviso_workers.cli.options import flag, option
-from aviso_workers.cli.output import AsJson, print_rows, print_table
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, find_app, load
+from aviso_workers.cli.options import end_where, flag, option
+from aviso_workers.cli.output import AS_JSON, print_rows, print_table
+from aviso_workers.cli.targets import CONFIG, ConfigSource, find_app, load
 from aviso_workers.config import Config, Secret, Server
 from aviso_workers.config.nats_server import LOOPBACK_NAMES, Account, Permissions, Subjects, User
 from aviso_workers.ops import key_rotation, permissions
@@ -31,36 +30,29 @@ server = typer.Typer(
     no_args_is_help=True,
 )
 
-Directory = Annotated[Path, option("DIR", "Directory of the servers and their logs.", "--directory", "-d")]
+OF_SERVERS = option("DIR", "Directory of the servers and their logs.", "--directory", "-d", default=DIRECTORY)
 
 
 @server.command()
 def render(
-    profile: Annotated[
-        profiles.Profile, typer.Option(help="Profile that chooses the settings which the configuration leaves open.")
-    ] = "production",
-    output: Annotated[Path, option("FILE", "File to write.", "--output", "-o")] = Path("nats-server.conf"),
-    role: Annotated[
-        permissions.Role | None,
-        typer.Option(help="Print the permissions of a user of this role instead, and write nothing."),
-    ] = None,
-    app: Annotated[
-        str | None,
-        option(
-            "MODULE:APP",
-            "App that a worker runs, which --role worker needs. For other roles, the app whose event types "
-            "count. Default: those of the configuration.",
-        ),
-    ] = None,
-    user: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "User whose permissions --role prints; for an NKey its public key. The answers of servers to the user "
-            "go to subjects that no other user may hear. Default: the user of the configuration.",
-        ),
-    ] = None,
-    config: ConfigOption = None,
+    profile: profiles.Profile = typer.Option(
+        "production", help="Profile that chooses the settings which the configuration leaves open."
+    ),
+    output: Path = option("FILE", "File to write.", "--output", "-o", default=Path("nats-server.conf")),
+    role: permissions.Role | None = typer.Option(
+        None, help="Print the permissions of a user of this role instead, and write nothing."
+    ),
+    app: str | None = option(
+        "MODULE:APP",
+        "App that a worker runs, which --role worker needs. For other roles, the app whose event types "
+        "count. Default: those of the configuration.",
+    ),
+    user: str | None = option(
+        "NAME",
+        "User whose permissions --role prints; for an NKey its public key. The answers of servers to the user "
+        "go to subjects that no other user may hear. Default: the user of the configuration.",
+    ),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Write nats-server.conf after nats-server has checked it, and show what follows from the settings.
 
@@ -86,9 +78,9 @@ def render(
 
 @server.command()
 def start(
-    nodes: Annotated[int, option("N", "Number of servers; more than one are a cluster.", min=1)] = 1,
-    directory: Directory = DIRECTORY,
-    config: ConfigOption = None,
+    nodes: int = option("N", "Number of servers; more than one are a cluster.", min=1, default=1),
+    directory: Path = OF_SERVERS,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Start nats-servers in the background on 127.0.0.1, for development and tests. Servers that run already stay as
     they are.
@@ -109,18 +101,15 @@ def start(
 
 @server.command("rotate-key")
 def rotate_key(
-    previous_key_file: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "File with the present key of the stores. Leave it out if they are not encrypted.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    nodes: Annotated[int, option("N", "Number of servers, as for `server start`.", min=1)] = 1,
-    directory: Directory = DIRECTORY,
-    config: ConfigOption = None,
+    previous_key_file: Path | None = option(
+        "FILE",
+        "File with the present key of the stores. Leave it out if they are not encrypted.",
+        exists=True,
+        dir_okay=False,
+    ),
+    nodes: int = option("N", "Number of servers, as for `server start`.", min=1, default=1),
+    directory: Path = OF_SERVERS,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Rotate the encryption key of stopped servers to that of the configuration, and start them.
 
@@ -129,7 +118,7 @@ def rotate_key(
 
     Example: aviso-workers server rotate-key --nodes 3
     """
-    rotated = key_rotation.rotate(
+    all_previous = key_rotation.rotate(
         load(config),
         previous_key_file=previous_key_file,
         directory=directory,
@@ -137,17 +126,16 @@ def rotate_key(
         tell=partial(typer.echo, err=True),
     )
     _print_states(processes.states(directory))
-    for previous in rotated.previous:
+    for previous in all_previous:
         typer.echo(f"{previous}: the store before; remove it when you do not need it any more")
 
 
 @server.command()
 def stop(
-    lame_duck: Annotated[
-        bool,
-        flag("--lame-duck", "Let each server hand over its streams and tell its clients to leave, before it ends."),
-    ] = False,
-    directory: Directory = DIRECTORY,
+    lame_duck: bool = flag(
+        "--lame-duck", "Let each server hand over its streams and tell its clients to leave, before it ends."
+    ),
+    directory: Path = OF_SERVERS,
 ) -> None:
     """Stop the servers that `server start` has started. Their streams stay on the disk.
 
@@ -161,7 +149,7 @@ def stop(
 
 
 @server.command()
-def reload(directory: Directory = DIRECTORY, config: ConfigOption = None) -> None:
+def reload(directory: Path = OF_SERVERS, config: ConfigSource | None = CONFIG) -> None:
     """Reload the configuration of the running servers, without a restart. The command names what they cannot take over.
 
     Example: aviso-workers server reload
@@ -171,15 +159,14 @@ def reload(directory: Directory = DIRECTORY, config: ConfigOption = None) -> Non
 
 
 @server.command()
-def status(directory: Directory = DIRECTORY, as_json: AsJson = False) -> None:
+def status(directory: Path = OF_SERVERS, as_json: bool = AS_JSON) -> None:
     """Show the servers that `server start` has started. Exit with 1 unless all of them are healthy.
 
     Example: aviso-workers server status
     """
     states = processes.states(directory)
     _print_states(states, as_json=as_json)
-    if not states or any(state.health != "ok" for state in states):
-        raise typer.Exit(1)
+    end_where(not states or any(state.health != "ok" for state in states))
 
 
 def _source(app: str | None, config: ConfigSource | None) -> ConfigSource:
@@ -222,15 +209,7 @@ def _as_account(config: Config) -> str:
 
 def _print_states(states: Iterable[processes.NodeState], *, as_json: bool = False) -> None:
     rows = [
-        (
-            state.node.name,
-            str(state.pid or "-"),
-            state.node.url,
-            f"http://127.0.0.1:{state.node.monitoring_port}",
-            state.health,
-        )
-        for state in states
+        (of.node.name, str(of.pid or "-"), of.node.url, f"http://127.0.0.1:{of.node.monitoring_port}", of.health)
+        for of in states
     ]
-    print_rows(
-        SERVERS, rows, (dict(zip(SERVERS, row, strict=True)) for row in rows), none="no servers", as_json=as_json
-    )
+    print_rows(SERVERS, rows, none="no servers", as_json=as_json)

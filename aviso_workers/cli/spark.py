@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, date, datetime, timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,10 +19,10 @@ from aviso_workers.aviso.notifications import parse_pairs
 from aviso_workers.aviso.positions import parse_moment
 from aviso_workers.cli import NOT_PROVEN, completion
 from aviso_workers.cli.arguments import parse_duration, parse_where
-from aviso_workers.cli.completion import Event
-from aviso_workers.cli.options import argument, filter_argument, flag, option
+from aviso_workers.cli.completion import EVENT
+from aviso_workers.cli.options import argument, end_where, filter_argument, flag, option
 from aviso_workers.cli.output import print_json, print_table
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, connected_app, load, run_connected
+from aviso_workers.cli.targets import CONFIG, ConfigSource, connected_app, load, run_connected
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import spark_reconciliation
 from aviso_workers.ops.spark_reconciliation import NOT_PUBLISHED, Comparison, Incomparable
@@ -38,16 +38,13 @@ MAX_LINES = 20
 
 @spark.command()
 def reconcile(
-    url: Annotated[str, argument("URL", "URL of a history server or of a driver's UI, e.g. http://history:18080.")],
-    application: Annotated[
-        list[str] | None, option("ID", "Compare only this application; may be repeated. Default: all.")
-    ] = None,
-    since: Annotated[
-        str | None,
-        option("TIME", "Compare only applications that began at this time or later, e.g. 2026-11-20 or 2h."),
-    ] = None,
-    as_json: Annotated[bool, flag("--json", "Print one JSON document for each row.")] = False,
-    config: ConfigOption = None,
+    url: str = argument("URL", "URL of a history server or of a driver's UI, e.g. http://history:18080."),
+    application: list[str] | None = option("ID", "Compare only this application; may be repeated. Default: all."),
+    since: str | None = option(
+        "TIME", "Compare only applications that began at this time or later, e.g. 2026-11-20 or 2h."
+    ),
+    as_json: bool = flag("--json", "Print one JSON document for each row."),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Compare the published notifications of Spark's jobs with what Spark reports. Exit with 1 if they differ, with 3
     if some could not be compared.
@@ -75,10 +72,8 @@ def reconcile(
         _print(compared)
     for each in incomparable:
         typer.echo(printable(f"{each.application}: not compared: {each.problem}"), err=True)
-    if incomparable:
-        raise typer.Exit(NOT_PROVEN)
-    if not all(comparison.agrees for comparison in compared):
-        raise typer.Exit(1)
+    end_where(incomparable, code=NOT_PROVEN)
+    end_where(not all(comparison.agrees for comparison in compared))
 
 
 def _print(found: list[Comparison]) -> None:
@@ -112,7 +107,7 @@ def _lines(comparison: Comparison) -> list[str]:
 if TYPE_CHECKING:
     from aviso_workers.telemetry.lineage import PipelineRun
 
-Filter = Annotated[list[str] | None, filter_argument("Only notifications")]
+FILTER = filter_argument("Only notifications")
 
 MAX_PER_BATCH = 1_000_000
 """Messages of a long backlog that are handled at a time, and not again after a failure."""
@@ -120,15 +115,14 @@ MAX_PER_BATCH = 1_000_000
 
 @spark.command()
 def archive(
-    event: Event,
-    where: Filter = None,
+    event: str = EVENT,
+    where: list[str] | None = FILTER,
     *,
-    to: Annotated[str, option("PATH", "Directory of the archive, which Spark must be able to reach.")],
-    every: Annotated[
-        str | None,
-        option("DURATION", "Keep running until Ctrl-C, and archive at this interval, e.g. 5m. Default: archive once."),
-    ] = None,
-    config: ConfigOption = None,
+    to: str = option("PATH", "Directory of the archive, which Spark must be able to reach.", default=...),
+    every: str | None = option(
+        "DURATION", "Keep running until Ctrl-C, and archive at this interval, e.g. 5m. Default: archive once."
+    ),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Archive notifications as Parquet by day, each once. A run adds what was stored since the last one.
 
@@ -150,35 +144,26 @@ def archive(
 
 @spark.command()
 def backfill(
-    event: Event,
-    where: Filter = None,
+    event: str = EVENT,
+    where: list[str] | None = FILTER,
     *,
-    start: Annotated[
-        str,
-        option(
-            "PATH|ID|DATE",
-            "Path of an archive, or the sequence or time at which to begin in the stream of EVENT.",
-            "--from",
-        ),
-    ],
-    to: Annotated[
-        str, option("EVENT", "Event type of the published notifications.", autocompletion=completion.event_types)
-    ],
-    dead_letters: Annotated[
-        str | None,
-        option(
-            "PATH",
-            "Directory for Parquet of what cannot be published, and why. Default: if there is any, nothing is "
-            "published.",
-        ),
-    ] = None,
-    fill: Annotated[
-        list[str] | None,
-        option(
-            "FIELD=VALUE", "Value of an identifier field that older notifications lack, e.g. level=0; may be repeated."
-        ),
-    ] = None,
-    config: ConfigOption = None,
+    start: str = option(
+        "PATH|ID|DATE",
+        "Path of an archive, or the sequence or time at which to begin in the stream of EVENT.",
+        "--from",
+        default=...,
+    ),
+    to: str = option(
+        "EVENT", "Event type of the published notifications.", autocompletion=completion.event_types, default=...
+    ),
+    dead_letters: str | None = option(
+        "PATH",
+        "Directory for Parquet of what cannot be published, and why. Default: if there is any, nothing is published.",
+    ),
+    fill: list[str] | None = option(
+        "FIELD=VALUE", "Value of an identifier field that older notifications lack, e.g. level=0; may be repeated."
+    ),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Publish archived or stored notifications again, each once. A repeated run adds nothing.
 
@@ -206,25 +191,19 @@ def backfill(
 
 @spark.command()
 def report(
-    event: Event,
-    where: Filter = None,
+    event: str = EVENT,
+    where: list[str] | None = FILTER,
     *,
-    schedule: Annotated[str, option("FILE", "Schedule of what is expected: YAML, or a table in CSV or Parquet.")],
-    to: Annotated[str, option("PATH", "Directory for the tables and report.html.")],
-    start: Annotated[
-        str | None,
-        option(
-            "PATH|ID|DATE",
-            "Path of an archive, or the sequence or time at which to begin in the stream of EVENT. Default: "
-            "the first day.",
-            "--from",
-        ),
-    ] = None,
-    first: Annotated[
-        str | None, option("DATE", "First day of a schedule in YAML, e.g. 2026-11-20. Default: yesterday, UTC.")
-    ] = None,
-    last: Annotated[str | None, option("DATE", "Last day of a schedule in YAML. Default: today, UTC.")] = None,
-    config: ConfigOption = None,
+    schedule: str = option("FILE", "Schedule of what is expected: YAML, or a table in CSV or Parquet.", default=...),
+    to: str = option("PATH", "Directory for the tables and report.html.", default=...),
+    start: str | None = option(
+        "PATH|ID|DATE",
+        "Path of an archive, or the sequence or time at which to begin in the stream of EVENT. Default: the first day.",
+        "--from",
+    ),
+    first: str | None = option("DATE", "First day of a schedule in YAML, e.g. 2026-11-20. Default: yesterday, UTC."),
+    last: str | None = option("DATE", "Last day of a schedule in YAML. Default: today, UTC."),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Compare notifications with a schedule, and announce each cycle that is complete or late.
 

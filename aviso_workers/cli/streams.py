@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Container, Iterable, Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
 from rich.filesize import decimal
 
-from aviso_workers.cli.completion import Stream
+from aviso_workers.cli.completion import STREAM
 from aviso_workers.cli.options import argument, flag, option
 from aviso_workers.cli.output import (
-    AsAnswered,
-    AsJson,
+    AS_ANSWERED,
+    AS_JSON,
     end_where_unavailable,
     print_details,
     print_json,
@@ -22,7 +22,7 @@ from aviso_workers.cli.output import (
     replicas,
     time_text,
 )
-from aviso_workers.cli.targets import ConfigOption, OpenedServer, connected, on_server
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, on_server
 from aviso_workers.errors import DeclarationError
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.ops import inventory, reports, stream_policy
@@ -41,7 +41,7 @@ MISSING = (
 
 @streams.command()
 @on_server
-async def ls(server: OpenedServer, as_json: AsJson = False) -> None:
+async def ls(server: OpenedServer, as_json: bool = AS_JSON) -> None:
     """List all streams of the account, and whether the configuration has them; exit 1 where one does not answer.
     Standard error names configured streams that do not exist.
 
@@ -57,7 +57,7 @@ async def ls(server: OpenedServer, as_json: AsJson = False) -> None:
 
 @streams.command()
 @on_server
-async def info(server: OpenedServer, stream: Stream, as_json: AsAnswered = False) -> None:
+async def info(server: OpenedServer, stream: str = STREAM, as_json: bool = AS_ANSWERED) -> None:
     """Show the configuration, the state and the replicas of a stream.
 
     Example: aviso-workers streams info MARS
@@ -67,15 +67,14 @@ async def info(server: OpenedServer, stream: Stream, as_json: AsAnswered = False
 
 @streams.command()
 @on_server
-async def gaps(server: OpenedServer, stream: Stream, as_json: AsJson = False) -> None:
+async def gaps(server: OpenedServer, stream: str = STREAM, as_json: bool = AS_JSON) -> None:
     """Show which sequences between a stream's first and last are gone.
 
     Example: aviso-workers streams gaps MARS
     """
     found = await inventory.gaps(server.admin, stream)
-    rows = [(first, last, last - first + 1) for first, last in found.ranges]
-    documents = (dict(zip(GAPS, row, strict=True)) for row in rows)
-    print_rows(GAPS, (map(str, row) for row in rows), documents, none="no gaps", as_json=as_json)
+    documents = [{"first": first, "last": last, "gone": last - first + 1} for first, last in found.ranges]
+    print_rows(GAPS, (map(str, row.values()) for row in documents), documents, none="no gaps", as_json=as_json)
     if not as_json:
         typer.echo(f"{stream} {found.first} to {found.last}: {found.messages} messages, {found.deleted} gone")
     if found.lost:
@@ -84,13 +83,13 @@ async def gaps(server: OpenedServer, stream: Stream, as_json: AsJson = False) ->
 
 @streams.command()
 def get(
-    stream: Stream,
-    sequence: Annotated[int | None, argument("SEQUENCE", "Sequence of the message.", min=1)] = None,
-    last: Annotated[str | None, option("SUBJECT", "Print the last message of this subject instead.")] = None,
-    direct: Annotated[
-        bool, flag("--direct", "Read from any replica, which may lag behind the leader. Default: from the leader.")
-    ] = False,
-    config: ConfigOption = None,
+    stream: str = STREAM,
+    sequence: int | None = argument("SEQUENCE", "Sequence of the message.", min=1, default=None),
+    last: str | None = option("SUBJECT", "Print the last message of this subject instead."),
+    direct: bool = flag(
+        "--direct", "Read from any replica, which may lag behind the leader. Default: from the leader."
+    ),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Print one message as JSON; `data` is text, or `data_base64` where it is none.
 

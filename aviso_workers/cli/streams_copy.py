@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import anyio
 import typer
@@ -11,12 +10,12 @@ import typer
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.backup import Storage
-from aviso_workers.cli.completion import Stream
+from aviso_workers.cli.completion import STREAM
 from aviso_workers.cli.options import flag, option
 from aviso_workers.cli.output import echo
 from aviso_workers.cli.progress import bar
 from aviso_workers.cli.streams import streams
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, opened
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, opened
 from aviso_workers.errors import BackupError, UnavailableError
 from aviso_workers.ops import following_copies, stream_copies
 from aviso_workers.ops.following_copies import Followed
@@ -25,30 +24,20 @@ from aviso_workers.ops.stream_copies import Copied
 
 @streams.command()
 def copy(
-    stream: Stream,
-    to_config: Annotated[Path, option("FILE", "Configuration file with the connection to the target.")],
-    name: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "Copy to a stream of this name, without the original's subjects. Default: the original's name and "
-            "subjects.",
-            "--as",
-        ),
-    ] = None,
-    storage: Annotated[Storage | None, typer.Option(help="Storage of the copy. Default: that of the original.")] = None,
-    replicas: Annotated[
-        int | None, option("N", "Number of replicas of the copy. Default: that of the original.", min=1, max=5)
-    ] = None,
-    follow: Annotated[
-        bool,
-        flag(
-            "--follow",
-            "Append new messages to the copy until the original is fenced. It also continues a copy that was "
-            "interrupted.",
-        ),
-    ] = False,
-    config: ConfigOption = None,
+    stream: str = STREAM,
+    to_config: Path = option("FILE", "Configuration file with the connection to the target.", default=...),
+    name: str | None = option(
+        "NAME",
+        "Copy to a stream of this name, without the original's subjects. Default: the original's name and subjects.",
+        "--as",
+    ),
+    storage: Storage | None = typer.Option(None, help="Storage of the copy. Default: that of the original."),
+    replicas: int | None = option("N", "Number of replicas of the copy. Default: that of the original.", min=1, max=5),
+    follow: bool = flag(
+        "--follow",
+        "Append new messages to the copy until the original is fenced. It also continues a copy that was interrupted.",
+    ),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Copy a stream to another server, cluster or account, and compare the two. Exit with 1 if the copy differs, with 3
     if it lacks messages that were stored meanwhile.
@@ -124,7 +113,13 @@ def _end(stream: str, copied: Copied) -> None:
             err=True,
         )
     if copied.meanwhile:
-        typer.echo(_moved_on(stream, copied), err=True)
+        moved = f"{stream} has moved on: {copied.meanwhile} messages were stored meanwhile and are not in the copy"
+        if copied.restored.stream == stream:
+            moved += (
+                ", which takes no publishes. The same command with --follow carries on from there; "
+                f"`aviso-workers mirror unfence {quoted(stream)}` there lets it take publishes as it is"
+            )
+        typer.echo(moved, err=True)
         raise typer.Exit(NOT_PROVEN)
 
 
@@ -134,13 +129,3 @@ def _print_followed(found: Followed) -> None:
         f"in the original; {found.appended} messages appended by this run, {found.deleted} deleted"
     )
     typer.echo(f"{found.stream} takes {', '.join(found.subjects)} there")
-
-
-def _moved_on(stream: str, copied: Copied) -> str:
-    moved = f"{stream} has moved on: {copied.meanwhile} messages were stored meanwhile and are not in the copy"
-    if copied.restored.stream != stream:
-        return moved
-    return (
-        f"{moved}, which takes no publishes. The same command with --follow carries on from there; "
-        f"`aviso-workers mirror unfence {quoted(stream)}` there lets it take publishes as it is"
-    )

@@ -5,13 +5,11 @@ What cannot be taken back is shown, and done with `--yes`.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from aviso_workers.cli import completion
-from aviso_workers.cli.completion import Stream
-from aviso_workers.cli.options import Yes, argument, confirm, option
+from aviso_workers.cli.completion import STREAM
+from aviso_workers.cli.options import YES, argument, confirm, option
 from aviso_workers.cli.output import print_table
 from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.streams import streams
@@ -23,11 +21,11 @@ from aviso_workers.ops import maintenance
 @on_server
 async def purge(
     server: OpenedServer,
-    stream: Stream,
-    subject: Annotated[str, option("SUBJECT", "Remove only messages with a matching subject, e.g. mars.od.>")] = "",
-    keep: Annotated[int, option("N", "Keep the newest N messages. It excludes --before.", min=0)] = 0,
-    before: Annotated[int | None, option("SEQUENCE", "Remove only messages before this sequence.", min=1)] = None,
-    yes: Yes = False,
+    stream: str = STREAM,
+    subject: str = option("SUBJECT", "Remove only messages with a matching subject, e.g. mars.od.>", default=""),
+    keep: int = option("N", "Keep the newest N messages. It excludes --before.", min=0, default=0),
+    before: int | None = option("SEQUENCE", "Remove only messages before this sequence.", min=1),
+    yes: bool = YES,
 ) -> None:
     """Remove messages of any stream. Its configuration and consumers stay.
 
@@ -43,7 +41,7 @@ async def purge(
 
 @streams.command()
 @on_server
-async def seal(server: OpenedServer, stream: Stream, yes: Yes = False) -> None:
+async def seal(server: OpenedServer, stream: str = STREAM, yes: bool = YES) -> None:
     """Seal a stream for good: no message is added, deleted or expired any more.
 
     Example: aviso-workers streams seal MARS --yes
@@ -58,7 +56,7 @@ async def seal(server: OpenedServer, stream: Stream, yes: Yes = False) -> None:
 
 @streams.command("rm")
 @on_server
-async def remove(server: OpenedServer, stream: Stream, yes: Yes = False) -> None:
+async def remove(server: OpenedServer, stream: str = STREAM, yes: bool = YES) -> None:
     """Remove a stream with its messages and its consumers.
 
     Example: aviso-workers streams rm MARS --yes
@@ -68,7 +66,7 @@ async def remove(server: OpenedServer, stream: Stream, yes: Yes = False) -> None
     typer.echo(f"{stream}: the stream would be removed with {going}")
     confirm(yes, to="remove it")
     async with recorded(server, "remove-stream", stream) as result:
-        await maintenance.remove_stream(server.admin, stream)
+        await server.admin.delete_stream(stream)
         result.text = f"{stream}: removed with {going}"
 
 
@@ -76,16 +74,14 @@ async def remove(server: OpenedServer, stream: Stream, yes: Yes = False) -> None
 @on_server
 async def step_down(
     server: OpenedServer,
-    stream: Stream,
-    consumer: Annotated[
-        str,
-        option(
-            "CONSUMER", "Move the leader of this consumer instead of the stream's.", autocompletion=completion.consumers
-        ),
-    ] = "",
-    prefer: Annotated[
-        str, option("SERVER", "Server that is to become the leader. Default: the servers elect one.")
-    ] = "",
+    stream: str = STREAM,
+    consumer: str = option(
+        "CONSUMER",
+        "Move the leader of this consumer instead of the stream's.",
+        autocompletion=completion.consumers,
+        default="",
+    ),
+    prefer: str = option("SERVER", "Server that is to become the leader. Default: the servers elect one.", default=""),
 ) -> None:
     """Move the leader of a stream, or of one of its consumers, to another server.
 
@@ -101,9 +97,9 @@ async def step_down(
 @on_server
 async def remove_peer(
     server: OpenedServer,
-    stream: Stream,
-    peer: Annotated[str, argument("PEER", "Name of the server whose copy is removed, e.g. n-2.")],
-    yes: Yes = False,
+    stream: str = STREAM,
+    peer: str = argument("PEER", "Name of the server whose copy is removed, e.g. n-2."),
+    yes: bool = YES,
 ) -> None:
     """Remove a server's copy of a stream. Another server makes a new copy.
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated
 
 import typer
 
 from aviso_workers.cli import NOT_PROVEN, completion
-from aviso_workers.cli.completion import Event
-from aviso_workers.cli.options import Yes, argument, confirm, flag
-from aviso_workers.cli.output import AsJson, print_rows, print_table
+from aviso_workers.cli.completion import EVENT
+from aviso_workers.cli.options import YES, argument, confirm, end_where, flag
+from aviso_workers.cli.output import AS_JSON, print_rows, print_table
 from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.streams import name_missing, streams
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, on_server
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, on_server
 from aviso_workers.config import Config
 from aviso_workers.config.streams import event_streams
 from aviso_workers.errors import DeclarationError
@@ -28,27 +27,23 @@ NONE_CONFIGURED = (
 PLAN = ("stream", "consumer", "step", "difference")
 POLICY = ("field", "configured", "effective", "as configured", "configured by")
 
-Configured = Annotated[
-    str,
-    argument(
-        "NAME",
-        "An event type, e.g. mars, or a stream of the configuration's section streams.",
-        autocompletion=completion.events_and_streams,
-    ),
-]
+CONFIGURED = argument(
+    "NAME",
+    "An event type, e.g. mars, or a stream of the configuration's section streams.",
+    autocompletion=completion.events_and_streams,
+)
 
-OfRole = Annotated[
-    permissions.Role | None,
-    typer.Option(help="Role whose programs' own streams and buckets are made as well, as `server render` has it."),
-]
+OF_ROLE = typer.Option(
+    None, help="Role whose programs' own streams and buckets are made as well, as `server render` has it."
+)
 
 
 @streams.command()
 def plan(
-    role: OfRole = None,
-    exit_code: Annotated[bool, flag("--exit-code", "Exit with 1 if something differs. Default: exit with 0.")] = False,
-    as_json: AsJson = False,
-    config: ConfigOption = None,
+    role: permissions.Role | None = OF_ROLE,
+    exit_code: bool = flag("--exit-code", "Exit with 1 if something differs. Default: exit with 0."),
+    as_json: bool = AS_JSON,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Show what `streams apply` would change, field by field.
 
@@ -58,17 +53,16 @@ def plan(
     async def run(server: OpenedServer) -> None:
         plans = await stream_policy.plans(server.admin, server.config, _own(server.config, role, config))
         _print_plans(plans, as_json=as_json)
-        if exit_code and any(found.needed or found.fixed for found in plans):
-            raise typer.Exit(1)
+        end_where(exit_code and any(found.needed or found.fixed for found in plans))
 
     connected(config, run)
 
 
 @streams.command()
 def apply(
-    role: OfRole = None,
-    yes: Annotated[bool, flag("--yes", "Also make updates that remove stored messages.")] = False,
-    config: ConfigOption = None,
+    role: permissions.Role | None = OF_ROLE,
+    yes: bool = flag("--yes", "Also make updates that remove stored messages."),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Create missing streams and consumers, and update those that differ from the configuration. Exit with 1 if some
     are not as configured afterwards.
@@ -89,15 +83,14 @@ def apply(
         # Those that exist come first: one may give up subjects that a new one takes.
         needed = sorted((found for found in plans if found.needed), key=lambda found: not found.exists)
         differs = bool(needed) and not await _carry_out(server, needed, removals=yes)
-        if differs or any(found.fixed or found.fenced or found.unfinished for found in plans):
-            raise typer.Exit(1)
+        end_where(differs or any(found.fixed or found.fenced or found.unfinished for found in plans))
 
     connected(config, run)
 
 
 @streams.command()
 @on_server
-async def show(server: OpenedServer, name: Configured, as_json: AsJson = False) -> None:
+async def show(server: OpenedServer, name: str = CONFIGURED, as_json: bool = AS_JSON) -> None:
     """Show a stream's configured policy beside the one in effect. Exit with 1 if they differ.
 
     Example: aviso-workers streams show mars
@@ -105,13 +98,12 @@ async def show(server: OpenedServer, name: Configured, as_json: AsJson = False) 
     rows = await stream_policy.effective_policy(server.admin, server.config, name)
     cells = [(row.field, row.configured, row.effective, "yes" if row.follows else "NO", row.key) for row in rows]
     print_rows(POLICY, cells, rows, none="no fields", as_json=as_json)
-    if not all(row.follows for row in rows):
-        raise typer.Exit(1)
+    end_where(not all(row.follows for row in rows))
 
 
 @streams.command()
 @on_server
-async def wipe(server: OpenedServer, event: Event, yes: Yes = False) -> None:
+async def wipe(server: OpenedServer, event: str = EVENT, yes: bool = YES) -> None:
     """Remove all notifications of one event type. Its stream, configuration and consumers stay.
 
     Example: aviso-workers streams wipe mars --yes
@@ -123,7 +115,7 @@ async def wipe(server: OpenedServer, event: Event, yes: Yes = False) -> None:
 
 @streams.command("wipe-all")
 @on_server
-async def wipe_all(server: OpenedServer, yes: Yes = False) -> None:
+async def wipe_all(server: OpenedServer, yes: bool = YES) -> None:
     """Remove all notifications of all configured event types. Nothing else is changed. Exit with 3 if one has no
     stream.
 
@@ -132,8 +124,7 @@ async def wipe_all(server: OpenedServer, yes: Yes = False) -> None:
     found = await aviso_admin.event_streams(server.admin, server.config)
     is_whole = name_missing(event_streams(server.config.notification_schema), found)
     await _wipe(server, found, yes=yes)
-    if not is_whole:
-        raise typer.Exit(NOT_PROVEN)
+    end_where(not is_whole, code=NOT_PROVEN)
 
 
 def _own(config: Config, role: permissions.Role | None, source: ConfigSource | None) -> list[StreamSpec]:
@@ -199,8 +190,7 @@ def _print_plans(plans: Iterable[Plan | ConsumerPlan], *, as_json: bool = False)
             (*names, "keep", f"{limit} is no longer in the file, or never was: the stream keeps it")
             for limit in _unstated(found)
         ]
-    documents = (dict(zip(PLAN, row, strict=True)) for row in rows)
-    print_rows(PLAN, rows, documents, none=NONE_CONFIGURED, as_json=as_json)
+    print_rows(PLAN, rows, none=NONE_CONFIGURED, as_json=as_json)
 
 
 def _unstated(plan: Plan | ConsumerPlan) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from functools import partial, wraps
 from importlib.metadata import EntryPoint, entry_points
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import anyio
 import typer
@@ -60,22 +60,19 @@ class ConfigSource(Struct, frozen=True):
         return cls(Path(text))
 
 
-ConfigOption = Annotated[
-    ConfigSource | None,
-    option(
-        "FILE",
-        "Configuration file to read. Default: the app's own, else the one that AVISO_WORKERS_CONFIG_FILE "
-        "or AVISOSERVER_CONFIG_FILE names, else aviso.yaml or config/aviso.yaml, else those of an "
-        "aviso-server.",
-        "--config",
-        "-c",
-        parser=ConfigSource.of_file,
-    ),
-]
+CONFIG = option(
+    "FILE",
+    "Configuration file to read. Default: the app's own, else the one that AVISO_WORKERS_CONFIG_FILE "
+    "or AVISOSERVER_CONFIG_FILE names, else aviso.yaml or config/aviso.yaml, else those of an "
+    "aviso-server.",
+    "--config",
+    "-c",
+    parser=ConfigSource.of_file,
+)
 
 
-Target = Annotated[str | None, argument("MODULE:APP", "Module and name of the app, e.g. mine.agents:app.")]
-AgentOption = Annotated[str | None, option("NAME", "Use this installed agent instead of an app, e.g. spark-events.")]
+TARGET = argument("MODULE:APP", "Module and name of the app, e.g. mine.agents:app.", default=None)
+INSTALLED_AGENT = option("NAME", "Use this installed agent instead of an app, e.g. spark-events.")
 
 
 CONTEXT_HELP = (
@@ -152,6 +149,7 @@ def find_app(target: str | None, *, agent: str | None, config: ConfigSource | No
 def connected_app(config: ConfigSource | None) -> App:
     """Return an app without agents, for a command that publishes or reads notifications."""
     app = App("aviso-workers-cli")
+
     app.configure(shared(load(config)).with_defaults(timeout_seconds=CONNECT_SECONDS), opening=_opened_by_operator)
     return app
 
@@ -239,7 +237,7 @@ def on_server(command: Callable[Concatenate[OpenedServer, P], Awaitable[None]]) 
         connected(config, partial(command, **others))
 
     signature = inspect.signature(command, eval_str=True)
-    option = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigOption)
+    option = Parameter("config", Parameter.KEYWORD_ONLY, default=CONFIG, annotation=ConfigSource | None)
     run.__signature__ = signature.replace(parameters=[*[*signature.parameters.values()][1:], option])  # type: ignore[attr-defined]
     return run
 
@@ -254,12 +252,8 @@ async def _with_declared(server: OpenedServer) -> OpenedServer:
         return server
     config, told = aviso_admin.with_declared(server.config, stored)
     for text in told + unreadable:
-        _tell(text)
+        typer.echo(printable_lines(text), err=True)
     return OpenedServer(server.admin, config)
-
-
-def _tell(text: str) -> None:
-    typer.echo(printable_lines(text), err=True)
 
 
 def _configured(app: App, config: ConfigSource | None) -> App:
@@ -283,13 +277,16 @@ def _import(target: str) -> App:
             f"{module_name!r} exits while it is imported, with {describe(error)}; no app can be taken from it"
         ) from error
     except DeclarationError as error:
-        raise DeclarationError(f"{_place(error)}{error}") from error
+        place = "".join(f"{frame.filename}:{frame.lineno}: " for frame in _frames(error)[-1:])
+        raise DeclarationError(f"{place}{error}") from error
     except AvisoWorkersError:
         raise
     except Exception as error:  # of any kind, because it is the author's code that is run here
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise DeclarationError(f"no module {module_name!r} here or installed; say MODULE:APP") from error
-        raise DeclarationError(f"{module_name!r} cannot be imported:\n{_import_traceback(error)}") from error
+        # Without the frames before and behind those of its author.
+        text = "".join([*traceback.format_list(_frames(error)), *traceback.format_exception_only(error)]).rstrip()
+        raise DeclarationError(f"{module_name!r} cannot be imported:\n{text}") from error
     found = getattr(module, name or "app", None)
     if not isinstance(found, App):
         names = ", ".join(each for each, value in vars(module).items() if isinstance(value, App)) or "none"
@@ -297,24 +294,10 @@ def _import(target: str) -> App:
     return found
 
 
-def _import_traceback(error: Exception) -> str:
-    """Return the traceback of what was raised while a module was imported, without the frames before and behind those
-    of its author.
-    """
-    return "".join([*traceback.format_list(_frames(error)), *traceback.format_exception_only(error)]).rstrip()
-
-
-def _place(error: Exception) -> str:
-    """Return the author's line that was run last, as the beginning of a sentence."""
-    return "".join(f"{frame.filename}:{frame.lineno}: " for frame in _frames(error)[-1:])
-
-
 def _frames(error: Exception) -> list[traceback.FrameSummary]:
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
-
-
-def _is_ours(file: str) -> bool:
-    return file.startswith(("<frozen importlib", str(PACKAGE))) or file == importlib.__file__
+    """Return the lines of the author's code that led to an error, that which was run last at the end."""
+    ours = ("<frozen importlib", str(PACKAGE), str(importlib.__file__))
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
 
 
 def settings_of_installed(names: Iterable[str]) -> dict[str, type[Struct]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
 import anyio
 import typer
@@ -14,10 +14,10 @@ from aviso_workers.app import App
 from aviso_workers.aviso.literals import time_text
 from aviso_workers.aviso.positions import parse_date, parse_moment
 from aviso_workers.cli.arguments import parse_duration, parse_pause
-from aviso_workers.cli.options import For, Note, Yes, argument, confirm, flag, option
-from aviso_workers.cli.output import AsJson, echo, print_rows, print_table
+from aviso_workers.cli.options import FOR, NOTE, YES, argument, confirm, end_where, flag, option
+from aviso_workers.cli.output import AS_JSON, echo, print_rows, print_table
 from aviso_workers.cli.recorded import recorded
-from aviso_workers.cli.targets import ConfigOption, ConfigSource, OpenedServer, connected, find_app, run_connected
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, run_connected
 from aviso_workers.errors import DeclarationError, UnavailableError, describe
 from aviso_workers.events import Ticked
 from aviso_workers.ops import timer_control, timer_report
@@ -35,19 +35,18 @@ LOOK_SECONDS = 0.5
 LATE_SECONDS = 5.0
 """How long a worker may take to record that it has taken a run."""
 
-OfApp = Annotated[str, argument("MODULE:APP", "Module and variable of the app, e.g. fields:app.")]
-Name = Annotated[str, argument("TIMER", "Name of the timer, as `timers ls` lists it.")]
+OF_APP = argument("MODULE:APP", "Module and variable of the app, e.g. fields:app.")
+NAME = argument("TIMER", "Name of the timer, as `timers ls` lists it.")
 
 
 @timers.command("ls")
 def list_timers(
-    app: OfApp,
-    next_: Annotated[
-        int | None,
-        option("N", "How many next ticks to list of each. Default: 1, or 3 with --json.", "--next", min=1, max=1000),
-    ] = None,
-    as_json: AsJson = False,
-    config: ConfigOption = None,
+    app: str = OF_APP,
+    next_: int | None = option(
+        "N", "How many next ticks to list of each. Default: 1, or 3 with --json.", "--next", min=1, max=1000
+    ),
+    as_json: bool = AS_JSON,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """List the timers of an app: schedule, leader, the last tick that a leader ran, the next ticks, who paused it until
     when, and how it fails.
@@ -64,17 +63,16 @@ def list_timers(
     )
     cells = (line for row in rows for line in _lines(row))
     print_rows(TIMERS, cells, rows, none=f"{found.name} has no timers", as_json=as_json)
-    if any(row.needs for row in rows):
-        raise typer.Exit(1)
+    end_where(any(row.needs for row in rows))
 
 
 @timers.command()
 def run(
-    app: OfApp,
-    name: Name,
-    ask: Annotated[bool, flag("--ask", "Ask a worker to run it, and wait for the outcome.")] = False,
-    wait: Annotated[str, option("DURATION", "With --ask, how long to wait for its end.")] = "1h",
-    config: ConfigOption = None,
+    app: str = OF_APP,
+    name: str = NAME,
+    ask: bool = flag("--ask", "Ask a worker to run it, and wait for the outcome."),
+    wait: str = option("DURATION", "With --ask, how long to wait for its end.", default="1h"),
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Run a timer once, now, in this process, with the resources of the app. Exit with 1 if it fails.
 
@@ -128,14 +126,12 @@ async def _asked(server: OpenedServer, app: str, timer: str, longest: float) -> 
 
 @timers.command()
 def pause(
-    app: OfApp,
-    name: Name,
-    for_: For = None,
-    until: Annotated[
-        str | None, option("TIME", "When the pause ends, e.g. 2026-11-20T06:00:00Z, instead of --for.")
-    ] = None,
-    note: Note = "",
-    config: ConfigOption = None,
+    app: str = OF_APP,
+    name: str = NAME,
+    for_: str | None = FOR,
+    until: str | None = option("TIME", "When the pause ends, e.g. 2026-11-20T06:00:00Z, instead of --for."),
+    note: str = NOTE,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Pause a timer in all workers, also in those that start later. A tick that runs is finished. Workers of a version
     without this command run it all the same.
@@ -160,7 +156,7 @@ def pause(
 
 
 @timers.command()
-def resume(app: OfApp, name: Name, config: ConfigOption = None) -> None:
+def resume(app: str = OF_APP, name: str = NAME, config: ConfigSource | None = CONFIG) -> None:
     """Resume a paused timer in all workers, within seconds. What it missed is treated as if no worker had run.
 
     Example: aviso-workers timers resume fields:app daily_report
@@ -177,19 +173,16 @@ def resume(app: OfApp, name: Name, config: ConfigOption = None) -> None:
 
 @timers.command("catch-up")
 def catch_up(
-    app: OfApp,
-    name: Name,
-    from_: Annotated[str, option("TIME", "The first time of the range, e.g. 2026-11-20T06:00:00Z.", "--from")],
-    to: Annotated[str, option("TIME", "The last time of the range, which must be over.")],
-    again: Annotated[
-        bool,
-        flag(
-            "--again",
-            "Also run the ticks that a leader has begun or may have begun, and those that workers run by themselves.",
-        ),
-    ] = False,
-    yes: Yes = False,
-    config: ConfigOption = None,
+    app: str = OF_APP,
+    name: str = NAME,
+    from_: str = option("TIME", "The first time of the range, e.g. 2026-11-20T06:00:00Z.", "--from", default=...),
+    to: str = option("TIME", "The last time of the range, which must be over.", default=...),
+    again: bool = flag(
+        "--again",
+        "Also run the ticks that a leader has begun or may have begun, and those that workers run by themselves.",
+    ),
+    yes: bool = YES,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Run the missed ticks of a timer, from one time to another, both included: in order, one after the other, in this
     process, with the resources of the app. `tick.time` is when each was due, `tick.token` is None. A pause of the timer

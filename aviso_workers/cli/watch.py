@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Any
 
 import anyio
 import msgspec
@@ -19,9 +19,9 @@ from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.positions import Position
 from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_where
-from aviso_workers.cli.options import argument, filter_argument, flag, option
+from aviso_workers.cli.options import argument, end_where, filter_argument, flag, option
 from aviso_workers.cli.output import Columns, echo, print_json, skipped_reported, time_text
-from aviso_workers.cli.targets import ConfigOption, connected_app
+from aviso_workers.cli.targets import CONFIG, ConfigSource, connected_app
 from aviso_workers.config import Config, streams
 from aviso_workers.errors import InvalidNotificationError, InvalidPositionError, NotFoundError
 from aviso_workers.task_groups import task_group
@@ -32,44 +32,33 @@ NOTIFICATIONS = ("id", "stored", "identifier", "payload")
 Found = AsyncGenerator[Notification[Any], None]
 Show = Callable[[Notification[Any]], None]
 
-Event = Annotated[
-    str | None,
-    argument("EVENT", "The event type, e.g. mars. Default: all event types.", autocompletion=completion.event_types),
-]
-Filter = Annotated[
-    list[str] | None,
-    filter_argument(
-        "Print only notifications", more=" Without EVENT, event types that lack one of the keys are left out."
-    ),
-]
-FromId = Annotated[str | None, option("ID", "Begin at this sequence, inclusive.")]
-FromDate = Annotated[str | None, option("DATE", "Begin at this time, inclusive, e.g. 2026-11-20T06:00:00Z.")]
-ToId = Annotated[str | None, option("ID", "End at this sequence, inclusive. Default: the last one.")]
-ToDate = Annotated[str | None, option("DATE", "End at this time, inclusive. Default: now.")]
+EVENT = argument(
+    "EVENT", "The event type, e.g. mars. Default: all event types.", autocompletion=completion.event_types, default=None
+)
+FILTER = filter_argument(
+    "Print only notifications", more=" Without EVENT, event types that lack one of the keys are left out."
+)
+FROM_ID = option("ID", "Begin at this sequence, inclusive.")
+FROM_DATE = option("DATE", "Begin at this time, inclusive, e.g. 2026-11-20T06:00:00Z.")
+TO_ID = option("ID", "End at this sequence, inclusive. Default: the last one.")
+TO_DATE = option("DATE", "End at this time, inclusive. Default: now.")
 
-AsJson = Annotated[
-    bool, flag("--json", "Print CloudEvents, one a line, also at a terminal. A pipe or a file always gets them.")
-]
-Last = Annotated[
-    int | None, option("N", "Print only this many notifications, the last ones that match. Default: all.", min=1)
-]
-SpatialArrays = Annotated[
-    bool,
-    flag(
-        "--spatial-arrays",
-        "Print polygons and point clouds as arrays, as aviso-server 0.10 and newer do. Default: as text.",
-    ),
-]
+AS_JSON = flag("--json", "Print CloudEvents, one a line, also at a terminal. A pipe or a file always gets them.")
+LAST = option("N", "Print only this many notifications, the last ones that match. Default: all.", min=1)
+SPATIAL_ARRAYS = flag(
+    "--spatial-arrays",
+    "Print polygons and point clouds as arrays, as aviso-server 0.10 and newer do. Default: as text.",
+)
 
 
 def watch(
-    event: Event = None,
-    where: Filter = None,
-    from_id: FromId = None,
-    from_date: FromDate = None,
-    spatial_arrays: SpatialArrays = False,
-    as_json: AsJson = False,
-    config: ConfigOption = None,
+    event: str | None = EVENT,
+    where: list[str] | None = FILTER,
+    from_id: str | None = FROM_ID,
+    from_date: str | None = FROM_DATE,
+    spatial_arrays: bool = SPATIAL_ARRAYS,
+    as_json: bool = AS_JSON,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Print notifications as they come, until Ctrl-C.
 
@@ -94,16 +83,16 @@ def watch(
 
 
 def replay(
-    event: Event = None,
-    where: Filter = None,
-    from_id: FromId = None,
-    from_date: FromDate = None,
-    to_id: ToId = None,
-    to_date: ToDate = None,
-    last: Last = None,
-    spatial_arrays: SpatialArrays = False,
-    as_json: AsJson = False,
-    config: ConfigOption = None,
+    event: str | None = EVENT,
+    where: list[str] | None = FILTER,
+    from_id: str | None = FROM_ID,
+    from_date: str | None = FROM_DATE,
+    to_id: str | None = TO_ID,
+    to_date: str | None = TO_DATE,
+    last: int | None = LAST,
+    spatial_arrays: bool = SPATIAL_ARRAYS,
+    as_json: bool = AS_JSON,
+    config: ConfigSource | None = CONFIG,
 ) -> None:
     """Print stored notifications, from the first to the last unless other positions are given.
 
@@ -145,8 +134,7 @@ def replay(
             show(notification)
         if none and not kept:
             typer.echo("no notifications match", err=True)
-        if len(event_types) < len(selection.event_types):
-            raise typer.Exit(1)
+        end_where(len(event_types) < len(selection.event_types))
 
     _run(app, run, spatial_arrays=spatial_arrays, as_json=as_json)
 
@@ -235,8 +223,7 @@ def _run(app: App, run: Callable[[Show], Awaitable[None]], *, spatial_arrays: bo
         with skipped_reported(app.events) as skipped:
             async with app:
                 await run(show)
-        if skipped():
-            raise typer.Exit(1)
+        end_where(skipped())
 
     anyio.run(connected)
 

@@ -3,52 +3,43 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import typer
 
 from aviso_workers.aviso.literals import Size
 from aviso_workers.cli.options import flag, option
-from aviso_workers.cli.targets import AgentOption, ConfigOption, ConfigSource, Target, find_app
+from aviso_workers.cli.targets import CONFIG, INSTALLED_AGENT, TARGET, ConfigSource, find_app
 from aviso_workers.errors import ConfigError
 from aviso_workers.worker import fleet, process
 from aviso_workers.worker.fleet import FleetPlan
 from aviso_workers.worker.fleet_process import FleetMember, RecycleLimits
 
-StatusPort = Annotated[
-    int | None,
-    option(
-        "PORT",
-        "Port for /metrics, /livez and /readyz; 0 is any free port. Default: workers.status.port of the configuration.",
-    ),
-]
-Reload = Annotated[
-    bool,
-    flag(
-        "--reload", "Restart the agents when a Python or YAML file below this directory changes, or the configuration."
-    ),
-]
+STATUS_PORT = option(
+    "PORT",
+    "Port for /metrics, /livez and /readyz; 0 is any free port. Default: workers.status.port of the configuration.",
+)
+RELOAD = flag(
+    "--reload", "Restart the agents when a Python or YAML file below this directory changes, or the configuration."
+)
 
 
 def worker(
-    target: Target = None,
-    agent: AgentOption = None,
-    config: ConfigOption = None,
-    status_port: StatusPort = None,
-    processes: Annotated[
-        int | None,
-        option("N", "Run this many processes, and replace those that crash. Default: this process alone.", min=1),
-    ] = None,
-    max_notifications: Annotated[
-        int | None,
-        option("N", "Replace a process once it has settled this many notifications. Default: no limit.", min=1),
-    ] = None,
-    max_rss: Annotated[
-        str | None, option("SIZE", "Replace a process that uses more memory than this, e.g. 500Mi. Default: no limit.")
-    ] = None,
-    reload: Reload = False,
-    member: Annotated[str | None, typer.Option(hidden=True)] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", hidden=True)] = False,
+    target: str | None = TARGET,
+    agent: str | None = INSTALLED_AGENT,
+    config: ConfigSource | None = CONFIG,
+    status_port: int | None = STATUS_PORT,
+    processes: int | None = option(
+        "N", "Run this many processes, and replace those that crash. Default: this process alone.", min=1
+    ),
+    max_notifications: int | None = option(
+        "N", "Replace a process once it has settled this many notifications. Default: no limit.", min=1
+    ),
+    max_rss: str | None = option(
+        "SIZE", "Replace a process that uses more memory than this, e.g. 500Mi. Default: no limit."
+    ),
+    reload: bool = RELOAD,
+    member: str | None = typer.Option(None, hidden=True),
+    quiet: bool = typer.Option(False, "--quiet", hidden=True),
 ) -> None:
     """Run the agents of an app until SIGTERM or Ctrl-C.
 

@@ -157,18 +157,14 @@ async def pause(
     with suppress(NotFoundError):  # made when its first worker starts
         await _pause(admin, of_app(RETRIES, agent.app), agent.consumer, seconds)
     try:
-        await _note_pause(admin, agent, until, by, note)
+        if by:
+            bucket = await orders.bucket(admin, agent.app)
+            made = Pause(since=await bucket.time(), until=until, by=by, note=note)
+            await bucket.put(timer_requests.pause_key(agent.app, agent.agent, of="agents"), msgspec.json.encode(made))
     except DeniedError:  # it is paused, and only nobody is told by whom
         if note:
             raise
     return until
-
-
-async def _note_pause(admin: Admin, agent: AgentConsumer, until: datetime, by: str, note: str) -> None:
-    if by:
-        bucket = await orders.bucket(admin, agent.app)
-        made = Pause(since=await bucket.time(), until=until, by=by, note=note)
-        await bucket.put(timer_requests.pause_key(agent.app, agent.agent, of="agents"), msgspec.json.encode(made))
 
 
 async def resume(admin: Admin, agent: AgentConsumer) -> None:

@@ -76,10 +76,6 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The versions of agents whose workers live, or have lived a few minutes ago, by app, agent and stream."""
 
 
-KEY_VALUE = "KV_"
-"""How names of the streams of buckets begin, which no agent reads."""
-
-
 async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
     """Return the consumers of a stream that belong to agents, by app and agent. Raises `BackendError`."""
     consumers = await inventory.existing(admin.consumers(stream))

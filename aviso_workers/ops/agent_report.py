@@ -8,7 +8,7 @@ consumers with its code.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct, structs
@@ -21,9 +21,9 @@ from aviso_workers.declare import agents
 from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream import subjects
 from aviso_workers.jetstream.info import ConsumerConfig, StreamInfo
-from aviso_workers.jetstream.specs import OURS
+from aviso_workers.jetstream.specs import BUCKET, OURS
 from aviso_workers.ops import agent_inventory, aviso_admin, health, worker_health
-from aviso_workers.ops.agent_inventory import KEY_VALUE, Recorded
+from aviso_workers.ops.agent_inventory import Recorded
 from aviso_workers.ops.denials import asked
 from aviso_workers.ops.health import AgentFacts, Judgement, Unknown, failing_text
 from aviso_workers.ops.snapshots import ServerSnapshot
@@ -99,15 +99,13 @@ async def of_server(
     """Return how all agents are, of whatever app, from two snapshots; `code` are agents of which the code is at hand.
     What is denied is noted in the later snapshot. Raises `BackendError`.
     """
-    known = {_key(each): each for each in facts(before)} if before is not None else {}
     counts = agent_inventory.dead_letters(admin, without=now.unavailable)
     dead = await asked(now.denied, "dead letters", counts, None)
-    found = []
-    for each in facts(now, declared=[*declared(config, now.recorded.apps), *code]):
-        earlier = None if before is None else known.get(_key(each), each)
-        count = None if dead is None else dead.get((each.app, each.agent), 0)
-        found.append(structs.replace(each, before=earlier, dead_letters=count))
     seconds = now.at - before.at if before is not None else 0.0
+    found = [
+        structs.replace(each, dead_letters=None if dead is None else dead.get((each.app, each.agent), 0))
+        for each in _compared(now, before, declared=[*declared(config, now.recorded.apps), *code])
+    ]
     return [AgentHealth(facts=each, judgement=health.judge(each), seconds=seconds) for each in found]
 
 
@@ -115,19 +113,25 @@ def by_consumer(
     now: ServerSnapshot, before: ServerSnapshot, *, declared: Iterable[Key] = ()
 ) -> dict[tuple[str, str], Judgement]:
     """Return how agents are, by stream and consumer; `declared` ones are among them even where they have none."""
-    known = {_key(each): each for each in facts(before)}
     return {
-        (each.stream, agents.durable_name(each.app, each.agent)): health.judge(
-            structs.replace(each, before=known.get(_key(each), each))
-        )
-        for each in facts(now, declared=declared)
+        (each.stream, agents.durable_name(each.app, each.agent)): health.judge(each)
+        for each in _compared(now, before, declared=declared)
     }
+
+
+def _compared(now: ServerSnapshot, before: ServerSnapshot | None, *, declared: Iterable[Key]) -> Iterator[AgentFacts]:
+    """Yield what `now` shows of each agent, beside what the earlier snapshot did; an agent that is new is compared
+    with itself."""
+    known = {(each.app, each.agent, each.stream): each for each in facts(before)} if before is not None else {}
+    for each in facts(now, declared=declared):
+        earlier = known.get((each.app, each.agent, each.stream), each) if before is not None else None
+        yield structs.replace(each, before=earlier)
 
 
 def facts(now: ServerSnapshot, *, declared: Iterable[Key] = ()) -> list[AgentFacts]:
     """Return what a snapshot shows of each agent, in the order of the streams, apps and agents. `declared` ones are
     among them even where they have never run."""
-    streams = {name for name in now.streams if not _is_ours(name)}
+    streams = {name for name in now.streams if not name.startswith((OURS, BUCKET))}
     found = {
         (*of, stream) for stream, name in now.consumers if stream in streams and (of := agent_inventory.agent_of(name))
     }
@@ -237,14 +241,6 @@ def declared(config: Config, apps: Mapping[str, AppDeclarations]) -> list[Key]:
         for agent, event_type in of_app.agents.items()
         if event_type in config.notification_schema
     ]
-
-
-def _is_ours(stream: str) -> bool:
-    return stream.startswith((OURS, KEY_VALUE))
-
-
-def _key(of: AgentFacts) -> Key:
-    return of.app, of.agent, of.stream
 
 
 def differing(config: Config, agent: Agent[Any, Any], consumer: ConsumerConfig) -> str:

@@ -276,7 +276,11 @@ class Audit:
         message_id, tried = uuid.uuid4().hex, 0
         while True:
             try:
-                return await self._publish(message, message_id)
+                await self._streams.ensure(self._spec)
+                ack = await self._admin.publish(
+                    message, message_id=message_id, stream=AUDIT, timeout_seconds=TIMEOUT_SECONDS
+                )
+                return ack.sequence
             except BackendError as error:
                 self._streams.forget(AUDIT)  # it may have been deleted: it is looked at, and made, once more
                 last = tried and (isinstance(error, RefusedError) or anyio.current_time() > until)
@@ -284,11 +288,6 @@ class Audit:
                     raise
             await anyio.sleep(AGAIN_SECONDS if tried else 0)
             tried += 1
-
-    async def _publish(self, message: Message, message_id: str) -> int:
-        await self._streams.ensure(self._spec)
-        ack = await self._admin.publish(message, message_id=message_id, stream=AUDIT, timeout_seconds=TIMEOUT_SECONDS)
-        return ack.sequence
 
 
 class Operator(Struct, frozen=True):

@@ -10,7 +10,7 @@ copies are published together, and when the server has acknowledged them, the de
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from datetime import datetime
 from typing import Any
 
@@ -261,27 +261,21 @@ class StoredDeadLetters:
 
         async def delete_some() -> None:
             for dead_letter in left:
+                stream = own_streams.of_app(DEAD_LETTERS, dead_letter.app)
                 try:
-                    ours = await self._delete_message(dead_letter, overwrite=overwrite)
+                    await self._admin.delete_message(stream, dead_letter.sequence, overwrite=overwrite)
+                except NotFoundError:
+                    continue  # somebody else was faster
                 except BackendError as error:
                     failures.append(error)
                     return
-                if ours:
-                    note(dead_letter)
+                note(dead_letter)
 
         async with anyio.create_task_group() as deleting:
             for _ in dead_letters[:DELETES_AT_ONCE]:
                 deleting.start_soon(delete_some)
         if failures:
             raise failures[0]
-
-    async def _delete_message(self, dead_letter: DeadLetter, *, overwrite: bool) -> bool:
-        """Return whether it was there: else somebody else was faster."""
-        stream = own_streams.of_app(DEAD_LETTERS, dead_letter.app)
-        with suppress(NotFoundError):
-            await self._admin.delete_message(stream, dead_letter.sequence, overwrite=overwrite)
-            return True
-        return False
 
     async def _require_reader(self, app: str, agent: str) -> None:
         """Raise `RefusedError` unless the agent has a consumer of the retries: else its dead letters would wait there

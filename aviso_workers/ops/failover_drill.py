@@ -19,9 +19,9 @@ from aviso_workers.backends import Admin, Backend, Management
 from aviso_workers.errors import BackendError
 from aviso_workers.ops import promotion
 from aviso_workers.ops.promotion import Promotion
-from aviso_workers.state.own_streams import DRILL, DRILL_MIRROR
+from aviso_workers.state.own_streams import DRILL as ORIGIN
+from aviso_workers.state.own_streams import DRILL_MIRROR as MIRROR
 
-ORIGIN, MIRROR = DRILL, DRILL_MIRROR
 SUBJECT = "aviso_workers.drill"
 PUBLISH_SECONDS = 1.0
 AGAIN_SECONDS = 0.01

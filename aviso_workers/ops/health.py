@@ -172,8 +172,6 @@ class Condition(Struct, frozen=True, kw_only=True):
     holds: Callable[[AgentFacts], Found]
     patience: float
     """Seconds for which it needs nobody."""
-    cure: str
-    """With `{app}`, `{agent}` and `{stream}`."""
     masked: bool = False
     """Whether a pause explains it."""
 
@@ -230,16 +228,9 @@ class _Look(Struct, frozen=True):
     before: list[ConsumerInfo]
 
     @property
-    def lag(self) -> int:
-        return sum(each.lag for each in self.now)
-
-    @property
-    def deliveries(self) -> int:
-        return sum(each.deliveries for each in self.now)
-
-    @property
     def moves(self) -> bool:
-        return self.deliveries != sum(each.deliveries for each in self.before)
+        """Whether something was delivered in between."""
+        return sum(each.deliveries for each in self.now) != sum(each.deliveries for each in self.before)
 
     @property
     def is_asked(self) -> bool:
@@ -330,7 +321,7 @@ def _half_paused(a: AgentFacts) -> Found:
 
 def _no_worker(a: AgentFacts) -> Found:
     look = _look(a)
-    if not look.lag or look.is_asked or look.moves:
+    if not a.lag or look.is_asked or look.moves:
         return None
     since = _quiet_since(look.now)
     if since is not None and a.oldest_pending is not None:
@@ -343,7 +334,7 @@ def _no_worker(a: AgentFacts) -> Found:
         if since is None or (a.now - since).total_seconds() < takes:
             return None
     names = [worker.name for worker, _ in a.at_work]
-    return since, f"{look.lag} wait, and {f'{names[0]} lives and asks for nothing' if names else 'no worker runs'}"
+    return since, f"{a.lag} wait, and {f'{names[0]} lives and asks for nothing' if names else 'no worker runs'}"
 
 
 def _stuck(a: AgentFacts) -> Found:
@@ -352,18 +343,14 @@ def _stuck(a: AgentFacts) -> Found:
         return None
     record = known(a.record)
     silent = look.moves and now.num_redelivered and now.last_settled is not None and a.now - now.last_settled > SILENT
-    if silent and _settled_at(look.before) == _settled_at(look.now) and not _explained(a, now.ack_floor):
-        text = f"{now.num_redelivered} are delivered again and again, and no acknowledgement comes"
-        return now.last_settled, text
+    settled, settled_before = ([each.last_settled for each in consumers] for consumers in (look.now, look.before))
+    if silent and settled == settled_before and not _explained(a, now.ack_floor):
+        return now.last_settled, f"{now.num_redelivered} are delivered again and again, and no acknowledgement comes"
     since, longest = unfinished_since(now, record), _longest_seconds(now, record)
     if since is None or (a.now - since).total_seconds() <= longest or _explained(a, now.ack_floor):
         return None
     text = f"{now.num_ack_pending} are delivered and not finished, the oldest after sequence {now.ack_floor}"
     return since + timedelta(seconds=longest), text
-
-
-def _settled_at(consumers: list[ConsumerInfo]) -> list[datetime | None]:
-    return [each.last_settled for each in consumers]
 
 
 def _explained(a: AgentFacts, floor: int) -> bool:
@@ -385,12 +372,9 @@ def _blocked(a: AgentFacts) -> Found:
     first = min(found, key=lambda each: (each.stream, each.sequence))
     key, behind = (f" (key {first.key})" if first.key else ""), sum(each.behind for each in found)
     waits = f", {behind} wait{'s' * (behind == 1)} behind {'it' if len(found) == 1 else 'them'}" if behind else ""
-    more = f" and {_others(len(found), len(a.retrying))}" if len(found) > 1 else ""
+    at_least = "at least " if len(a.retrying) >= MAX_RETRYING else ""
+    more = f" and {at_least}{len(found) - 1} more" if len(found) > 1 else ""
     return failure.since, f"at {first.stream}@{first.sequence}{key}{more}{waits}: {first.error}"
-
-
-def _others(count: int, recorded: int) -> str:
-    return f"at least {count - 1} more" if recorded >= MAX_RETRYING else f"{count - 1} more"
 
 
 def _two_programs(a: AgentFacts) -> Found:
@@ -400,11 +384,11 @@ def _two_programs(a: AgentFacts) -> Found:
 def _away(a: AgentFacts) -> Found:
     _workers(a)
     found = [(worker.since(each.away_seconds), each.away) for worker, each in a.at_work if each.away]
-    if not found or not (lag := sum(each.lag for each in _consumers(a))):
+    if not found or not _consumers(a) or not a.lag:
         return None
     since, error = min(found)
     some = "" if len(found) == len(a.at_work) else f"in {len(found)} of {len(a.at_work)} workers, "
-    return since, f"{some}{error}; {lag} wait, and no attempt is used"
+    return since, f"{some}{error}; {a.lag} wait, and no attempt is used"
 
 
 def _failing(a: AgentFacts) -> Found:
@@ -429,10 +413,10 @@ def _pacing(a: AgentFacts) -> Found:
 
 def _behind(a: AgentFacts) -> Found:
     look = _look(a)
-    if a.pending < CATCHES_UP or look.lag <= sum(each.lag for each in look.before):
+    if a.pending < CATCHES_UP or a.lag <= sum(each.lag for each in look.before):
         return None
     known(a.workers)
-    return a.oldest_pending or a.now, f"{look.lag} wait, more than before; {len(a.at_work)} workers run"
+    return a.oldest_pending or a.now, f"{a.lag} wait, more than before; {len(a.at_work)} workers run"
 
 
 def _paused(a: AgentFacts) -> Found:
@@ -452,14 +436,8 @@ def _removed(a: AgentFacts) -> Found:
     return record.time, f"its consumer was removed by an operator at {time_text(record.time)}, {settled}"
 
 
-def _never_started(a: AgentFacts) -> Found:
-    return (None, "no worker has ever created its consumer") if known(a.events) is None else None
-
-
 def _catching_up(a: AgentFacts) -> Found:
-    return (
-        (None, "") if known(a.events) is not None and sum(e.num_pending for e in _consumers(a)) >= CATCHES_UP else None
-    )
+    return (None, "") if known(a.events) is not None and _consumers(a) and a.pending >= CATCHES_UP else None
 
 
 def _working(a: AgentFacts) -> Found:
@@ -473,123 +451,76 @@ def _at_rest(a: AgentFacts) -> Found:
     return _quiet_since(look.now), "no worker runs, and nothing waits"
 
 
-def _idle(a: AgentFacts) -> Found:
-    return (None, "") if known(a.events) is not None else None
-
-
 UNKNOWN, PAUSED = "unknown", "paused"
-CURE_OF_UNKNOWN = (
-    "Give our user the role operator (`aviso-workers server render --role operator`) where a right is missing; start "
-    "the servers that do not answer. Where workers do not record themselves, give their user the right to "
-    "(`aviso-workers server render --role worker --app MODULE:APP`)."
-)
 CONDITIONS = (
-    Condition(
-        name="stream gone",
-        holds=_stream_gone,
-        patience=0,
-        cure="If another stream has its subjects, take them from that one. Then `aviso-workers streams apply`, with "
-        "`--app MODULE:APP` where its event type is declared in Python, makes the stream again with its subjects.",
-    ),
-    Condition(
-        name="consumer gone",
-        holds=_consumer_gone,
-        patience=60,
-        cure="Start a worker of {app}, or read the log of the one that runs (`agent.disturbed`): the stream may be at "
-        "its max_consumers. If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`.",
-    ),
-    Condition(
-        name="not begun",
-        holds=_not_begun,
-        patience=60,
-        cure="Read the log of the worker (`agent.disturbed`) and its `/readyz`: they say why it cannot read {stream}.",
-    ),
-    Condition(
-        name="hindered",
-        holds=_hindered,
-        patience=10,
-        cure="Do what the sentence names: give the worker's user the right (`aviso-workers server render --role "
-        "worker --app MODULE:APP`), or start that worker again where a call is stuck.",
-    ),
-    Condition(
-        name="half paused",
-        holds=_half_paused,
-        patience=0,
-        cure="`aviso-workers agents resume {app}/{agent}`, or pause it again.",
-    ),
-    Condition(
-        name="no worker",
-        holds=_no_worker,
-        patience=60,
-        masked=True,
-        cure="Start a worker of {app} (`aviso-workers worker MODULE:APP`), or start that one again that asks for "
-        "nothing. If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`.",
-    ),
-    Condition(
-        name="stuck",
-        holds=_stuck,
-        patience=0,
-        masked=True,
-        cure="Read the workers' logs. `aviso-workers streams get {stream} SEQUENCE` shows the notification. If its "
-        "handler may take so long, give the agent a longer `timeout`; else start the worker again that holds it.",
-    ),
-    Condition(
-        name="blocked",
-        holds=_blocked,
-        patience=0,
-        cure="Repair the cause of the error: it is tried again by itself, or at once by `aviso-workers agents retry "
-        "{app}/{agent} --all`. `aviso-workers agents skip {app}/{agent} --all` makes a dead letter of it.",
-    ),
-    Condition(
-        name="two programs",
-        holds=_two_programs,
-        patience=300,
-        cure="Finish the deploy, or give one of the apps, or one of the agents, another name.",
-    ),
-    Condition(
-        name="away",
-        holds=_away,
-        patience=300,
-        masked=True,
-        cure="Bring back what the error names: the agent goes on by itself within seconds.",
-    ),
-    Condition(
-        name="failing",
-        holds=_failing,
-        patience=300,
-        masked=True,
-        cure="`aviso-workers agents retrying {app}/{agent}` lists what is tried again and why.",
-    ),
-    Condition(
-        name="pacing",
-        holds=_pacing,
-        patience=900,
-        masked=True,
-        cure="`aviso-workers agents retrying {app}/{agent}` lists what is tried again and why.",
-    ),
-    Condition(
-        name="behind",
-        holds=_behind,
-        patience=900,
-        masked=True,
-        cure="Start more workers of {app}, raise the agent's concurrency, or make its handler faster.",
-    ),
+    Condition(name="stream gone", holds=_stream_gone, patience=0),
+    Condition(name="consumer gone", holds=_consumer_gone, patience=60),
+    Condition(name="not begun", holds=_not_begun, patience=60),
+    Condition(name="hindered", holds=_hindered, patience=10),
+    Condition(name="half paused", holds=_half_paused, patience=0),
+    Condition(name="no worker", holds=_no_worker, patience=60, masked=True),
+    Condition(name="stuck", holds=_stuck, patience=0, masked=True),
+    Condition(name="blocked", holds=_blocked, patience=0),
+    Condition(name="two programs", holds=_two_programs, patience=300),
+    Condition(name="away", holds=_away, patience=300, masked=True),
+    Condition(name="failing", holds=_failing, patience=300, masked=True),
+    Condition(name="pacing", holds=_pacing, patience=900, masked=True),
+    Condition(name="behind", holds=_behind, patience=900, masked=True),
 )
 """In the order in which they count."""
 CALM: dict[str, Callable[[AgentFacts], Found]] = {
     PAUSED: _paused,
     "removed": _removed,
-    "never started": _never_started,
+    "never started": lambda a: (None, "no worker has ever created its consumer") if known(a.events) is None else None,
     "catching up": _catching_up,
     "working": _working,
     "at rest": _at_rest,
-    "idle": _idle,
+    "idle": lambda a: (None, "") if known(a.events) is not None else None,
 }
 """What needs nobody, in the order in which it counts."""
 STATES = (UNKNOWN, *(each.name for each in CONDITIONS), *CALM)
 """All states, the worst first."""
 BY_NAME = {each.name: each for each in CONDITIONS}
-CURES = {UNKNOWN: CURE_OF_UNKNOWN} | {each.name: each.cure for each in CONDITIONS}
+CURES = {
+    UNKNOWN: (
+        "Give our user the role operator (`aviso-workers server render --role operator`) where a right is missing; "
+        "start the servers that do not answer. Where workers do not record themselves, give their user the right to "
+        "(`aviso-workers server render --role worker --app MODULE:APP`)."
+    ),
+    "stream gone": (
+        "If another stream has its subjects, take them from that one. Then `aviso-workers streams apply`, with `--app "
+        "MODULE:APP` where its event type is declared in Python, makes the stream again with its subjects."
+    ),
+    "consumer gone": (
+        "Start a worker of {app}, or read the log of the one that runs (`agent.disturbed`): the stream may be at its "
+        "max_consumers. If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`."
+    ),
+    "not begun": (
+        "Read the log of the worker (`agent.disturbed`) and its `/readyz`: they say why it cannot read {stream}."
+    ),
+    "hindered": (
+        "Do what the sentence names: give the worker's user the right (`aviso-workers server render --role worker "
+        "--app MODULE:APP`), or start that worker again where a call is stuck."
+    ),
+    "half paused": "`aviso-workers agents resume {app}/{agent}`, or pause it again.",
+    "no worker": (
+        "Start a worker of {app} (`aviso-workers worker MODULE:APP`), or start that one again that asks for nothing. "
+        "If nobody needs the agent any more, run `aviso-workers agents rm {app}/{agent}`."
+    ),
+    "stuck": (
+        "Read the workers' logs. `aviso-workers streams get {stream} SEQUENCE` shows the notification. If its handler "
+        "may take so long, give the agent a longer `timeout`; else start the worker again that holds it."
+    ),
+    "blocked": (
+        "Repair the cause of the error: it is tried again by itself, or at once by `aviso-workers agents retry "
+        "{app}/{agent} --all`. `aviso-workers agents skip {app}/{agent} --all` makes a dead letter of it."
+    ),
+    "two programs": "Finish the deploy, or give one of the apps, or one of the agents, another name.",
+    "away": "Bring back what the error names: the agent goes on by itself within seconds.",
+    "failing": "`aviso-workers agents retrying {app}/{agent}` lists what is tried again and why.",
+    "pacing": "`aviso-workers agents retrying {app}/{agent}` lists what is tried again and why.",
+    "behind": "Start more workers of {app}, raise the agent's concurrency, or make its handler faster.",
+}
 """What to do, by state, with `{app}`, `{agent}` and `{stream}`."""
 MASKED = frozenset(each.name for each in CONDITIONS if each.masked)
 RULES = {each.name: each.holds for each in CONDITIONS} | CALM

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -39,15 +40,6 @@ NEW, PREVIOUS = "jetstream.new", "jetstream.previous"
 USER = "aviso-workers-rotate-key"
 
 
-class Rotated(Struct, frozen=True, kw_only=True):
-    """The result of a key rotation: the servers, which run again, and their old stores."""
-
-    nodes: tuple[Node, ...]
-    """The servers, which run with the new encryption."""
-    previous: tuple[Path, ...]
-    """The stores as they were, which only the operator removes."""
-
-
 class _User(Struct, frozen=True):
     """The user of an account with which its streams are moved."""
 
@@ -56,8 +48,9 @@ class _User(Struct, frozen=True):
     password: Secret | None = None
 
 
-def rotate(config: Config, *, previous_key_file: Path | None, directory: Path, nodes: int, tell: Tell) -> Rotated:
-    """Move the streams of stopped servers to stores with the encryption of the configuration, and start them.
+def rotate(config: Config, *, previous_key_file: Path | None, directory: Path, nodes: int, tell: Tell) -> list[Path]:
+    """Move the streams of stopped servers to stores with the encryption of the configuration, and start them. Return
+    the stores as they were, which only the operator removes.
 
     `previous_key_file` has the key of the stores as they are; None where they are not encrypted. `tell` is called with
     a line for each stream, and while servers start. Where an earlier call was killed after it had decided for the new
@@ -79,8 +72,8 @@ def rotate(config: Config, *, previous_key_file: Path | None, directory: Path, n
             replaced = store_swap.finish(directory)
     for each in replaced:
         tell(f"{each.place} is the new store, {each.previous} the one before")
-    started = processes.start(config, directory=directory, nodes=nodes, tell=tell)
-    return Rotated(nodes=started, previous=tuple(each.previous for each in replaced))
+    processes.start(config, directory=directory, nodes=nodes, tell=tell)
+    return [each.previous for each in replaced]
 
 
 def _require_stopped(directory: Path, stores: Mapping[str, Path]) -> None:
@@ -111,21 +104,16 @@ def _move(
     _clear(work, new_stores)
     previous = _previous_encryption(stores.values(), previous_key_file)
     users = _users(server)
+    apart = partial(_apart, config, server, users, tell=tell)
     try:
         with (
-            _apart(config, server, previous, users, stores=stores, directory=work / "old", tell=tell) as old,
-            _apart(
-                config,
-                server,
-                server.jetstream.encryption,
-                users,
-                stores=new_stores,
-                directory=work / "new",
-                tell=tell,
-            ) as new,
+            apart(previous, stores=stores, directory=work / "old") as old,
+            apart(server.jetstream.encryption, stores=new_stores, directory=work / "new") as new,
         ):
             moved = anyio.run(_move_accounts, old, new, users, tell)
-        _require_on_disk(moved, new_stores)
+        found = frozenset[Asset]().union(*(store.on_disk(store.within(place)) for place in new_stores.values()))
+        if missing := moved - found:
+            raise BackupError(f"the new stores lack what was copied: {store.describe(missing, of=moved)}")
     except BaseException:
         _clear(work, new_stores)
         raise
@@ -176,8 +164,8 @@ def _users(server: Server) -> list[_User]:
 def _apart(
     config: Config,
     server: Server,
-    encryption: Encryption | None,
     users: Sequence[_User],
+    encryption: Encryption | None,
     *,
     stores: Mapping[str, Path],
     directory: Path,
@@ -239,9 +227,3 @@ def _opened(nodes: Sequence[Node], user: _User) -> AbstractAsyncContextManager[A
     settings = JetStream(nats_url=urls, user=user.name, password=user.password)
     backend = NotificationBackend(kind="jetstream", jetstream=settings)
     return open_backend(Config(notification_backend=backend))
-
-
-def _require_on_disk(moved: frozenset[Asset], new_stores: Mapping[str, Path]) -> None:
-    found = frozenset[Asset]().union(*(store.on_disk(store.within(place)) for place in new_stores.values()))
-    if missing := moved - found:
-        raise BackupError(f"the new stores lack what was copied: {store.describe(missing, of=moved)}")

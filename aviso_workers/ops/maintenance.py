@@ -95,11 +95,6 @@ async def seal(admin: Admin, stream: str) -> None:
     await admin.update_stream({**config, "sealed": True})
 
 
-async def remove_stream(admin: Admin, stream: str) -> None:
-    """Remove a stream with its messages and consumers. Raises `NotFoundError`."""
-    await admin.delete_stream(stream)
-
-
 async def remove_consumer(admin: Admin, stream: str, consumer: str) -> None:
     """Remove a consumer; an agent of ours that had it begins again where its `start` says. Raises `NotFoundError`."""
     of_agent = agent_inventory.agent_of(consumer)

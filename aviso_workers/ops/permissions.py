@@ -46,19 +46,19 @@ def of_publisher(config: Config, *, user: str = "") -> Permissions:
     Here and below, `user` is whose permissions they are; empty means the user of the configuration.
     """
     api = _Api(config, user)
-    return _permissions(_publishing(api), subscribe=(api.inboxes,))
+    return _permissions(_publishing(api), api.inboxes)
 
 
 def of_worker(app: Router, config: Config, *, buckets: Iterable[str] = (), user: str = "") -> Permissions:
     """Return the permissions of a worker of the app; `buckets` are those that its code opens by name."""
     api = _Api(config, user, owner=app.name)
-    return _permissions(_working(api, app, buckets), subscribe=(api.inboxes,))
+    return _permissions(_working(api, app, buckets), api.inboxes)
 
 
 def of_spark(config: Config, *, user: str = "") -> Permissions:
     """Return what the drivers and executors of Spark need to read and write notifications of all event types."""
     api = _Api(config, user, owner=identities.SPARK)
-    return _permissions(_spark(api), subscribe=(api.inboxes,))
+    return _permissions(_spark(api), api.inboxes)
 
 
 def of_operator(config: Config, *, user: str = "") -> Permissions:
@@ -66,7 +66,7 @@ def of_operator(config: Config, *, user: str = "") -> Permissions:
     api = _Api(config, user)
     apis = (f"{api.prefix}.>", *_apis_of_origins(config))
     subjects = (*apis, PING, "$JS.SNAPSHOT.>", "$KV.>", "aviso_workers.>", *_bases(config))
-    return _permissions(subjects, subscribe=(api.inboxes, ADVISORIES))
+    return _permissions(subjects, api.inboxes, ADVISORIES)
 
 
 BEYOND = {
@@ -134,21 +134,21 @@ class _Api:
 
 def _storing(api: _Api) -> Iterator[str]:
     yield from _bases(api.config)
-    for stream in _event_streams(api.config):
+    for stream in event_streams(api.config.notification_schema):
         yield api.info(stream)
 
 
 def _spark(api: _Api) -> Iterator[str]:
     yield from _lineage(api.config)
     yield from _storing(api)
-    for stream in _event_streams(api.config):
+    for stream in event_streams(api.config.notification_schema):
         yield from api.read(stream)
         yield from _bucket(api, query_records.bucket_of(stream))
 
 
 def _publishing(api: _Api) -> Iterator[str]:
     yield from _storing(api)
-    for stream in _event_streams(api.config):
+    for stream in event_streams(api.config.notification_schema):
         schedules = delayed_messages.stream_of(stream)
         yield delayed_messages.all_waiting(stream)
         yield api.info(schedules)
@@ -158,7 +158,7 @@ def _publishing(api: _Api) -> Iterator[str]:
 def _working(api: _Api, app: Router, buckets: Iterable[str]) -> Iterator[str]:
     yield from _publishing(api)
     yield from _lineage(api.config)
-    for stream in _event_streams(api.config):
+    for stream in event_streams(api.config.notification_schema):
         schedules = delayed_messages.stream_of(stream)
         yield from api.read(stream)
         yield from api.read(schedules)
@@ -232,22 +232,13 @@ def _apis_of_origins(config: Config) -> Iterator[str]:
                 yield f"{origin.external.api}.>"
 
 
-def _event_streams(config: Config) -> Iterator[str]:
-    for name, event_type in config.notification_schema.items():
-        yield streams.event_stream(name, event_type, config).name
-
-
-def _permissions(publish: Iterable[str], *, subscribe: tuple[str, ...]) -> Permissions:
-    return Permissions(
-        publish=Subjects(allow=tuple(sorted(set(publish)))),
-        subscribe=Subjects(allow=subscribe),
-    )
+def _permissions(publish: Iterable[str], *subscribe: str) -> Permissions:
+    return Permissions(publish=Subjects(allow=tuple(sorted(set(publish)))), subscribe=Subjects(allow=subscribe))
 
 
 def streams_of_publisher(config: Config) -> list[StreamSpec]:
     """Return the streams of what publishers have delayed."""
-    streams = event_streams(config.notification_schema)
-    return [delayed_messages.stream_spec(stream, config) for stream in streams]
+    return [delayed_messages.stream_spec(stream, config) for stream in event_streams(config.notification_schema)]
 
 
 def streams_of_worker(app: Router, config: Config, *, opened: Iterable[str] = ()) -> list[StreamSpec]:

@@ -83,7 +83,7 @@ async def promote(
             raise RefusedError(
                 f"the subjects of {started.origin} cannot be read from its server: name them with --subject"
             ) from error
-        return await started.without_origin(subjects)
+        return await started.become(subjects, gap=None, equal=0, consumers=None)
     if comparison.trouble and not origin_was_recreated:
         raise RefusedError(
             f"{comparison.trouble}. The mirror lacks messages that the origin has stored since. To promote it anyway, "
@@ -112,10 +112,6 @@ class _MirrorPromotion:
             self._admin, self._stream, self.origin, api=self._api, timeout_seconds=ORIGIN_SECONDS
         )
 
-    async def without_origin(self, subjects: Sequence[str]) -> Promotion:
-        last = await self._become(subjects)
-        return self._promotion(subjects, last, gap=None, equal=0, consumers=None)
-
     async def in_place_of_origin(self, subjects: Sequence[str], equal: int, *, recreated: bool) -> Promotion:
         here = StreamPlace(streams=self._admin, stream=self._stream)
         there = StreamPlace(streams=self._there, stream=self.origin)
@@ -125,10 +121,15 @@ class _MirrorPromotion:
             # A message that was under way to several replicas when the stream was fenced may be stored a moment later.
             gap += await self._catch_up((await self._of_origin()).last_sequence, recreated=recreated)
             consumers = await consumer_positions.carry(there, here)
-        subjects = subjects or fenced.subjects
         try:
-            await self._require_fence()
-            last = await self._become(subjects)
+            if not await self._is_fenced():
+                raise RefusedError(
+                    f"{self.origin} takes publishes again: it was unfenced meanwhile, as by another promotion that "
+                    f"failed. {self._stream} is a mirror still"
+                )
+            return await self.become(
+                subjects or fenced.subjects, gap=None if recreated else gap, equal=equal, consumers=tuple(consumers)
+            )
         except RefusedError:
             await consumer_positions.remove(here, consumers)
             await self._unfence(fenced)
@@ -138,7 +139,6 @@ class _MirrorPromotion:
                 f"whether {self._stream} was promoted is not known: {error}. {self.origin} stays fenced: ask again by "
                 f"`aviso-workers report mirrors`, and repeat this where {self._stream} is a mirror still"
             ) from error
-        return self._promotion(subjects, last, gap=None if recreated else gap, equal=equal, consumers=tuple(consumers))
 
     @asynccontextmanager
     async def _fence(self) -> AsyncIterator[Fenced]:
@@ -169,14 +169,6 @@ class _MirrorPromotion:
         if (await self._of_mirror()).config.mirror:
             await mirrors.unfence(self._there, self.origin)
 
-    async def _require_fence(self) -> None:
-        """Raise `RefusedError` where the fence was lifted meanwhile, as by another promotion that failed."""
-        if not await self._is_fenced():
-            raise RefusedError(
-                f"{self.origin} takes publishes again: it was unfenced meanwhile, as by another promotion that "
-                f"failed. {self._stream} is a mirror still"
-            )
-
     async def _is_fenced(self) -> bool:
         return FENCED in (await self._of_origin()).config.metadata
 
@@ -206,25 +198,16 @@ class _MirrorPromotion:
             f"{'all' if missing is None else missing} messages were missing at first; {self.origin} is as it was"
         )
 
-    async def _become(self, subjects: Sequence[str]) -> int:
-        """Turn the mirror into a stream of its own, and return its last sequence."""
+    async def become(
+        self, subjects: Sequence[str], *, gap: int | None, equal: int, consumers: tuple[Carried, ...] | None
+    ) -> Promotion:
+        """Turn the mirror into a stream of its own."""
         last = (await self._of_mirror()).last_sequence
         config = {key: value for key, value in self._config.items() if key != "mirror"}
         promoted = f"{self._there.api_prefix} {self.origin} {last}"
         config["metadata"] = {**self._config.metadata, PROMOTED: promoted}
         config["subjects"] = list(subjects)
         await self._admin.update_stream(config)
-        return last
-
-    def _promotion(
-        self,
-        subjects: Sequence[str],
-        last: int,
-        *,
-        gap: int | None,
-        equal: int,
-        consumers: tuple[Carried, ...] | None,
-    ) -> Promotion:
         return Promotion(
             stream=self._stream,
             origin=self.origin,

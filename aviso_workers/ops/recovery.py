@@ -22,6 +22,7 @@ from aviso_workers.backends import Admin, Message, Outgoing, PubAck, open_backen
 from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, ConflictError, RefusedError
 from aviso_workers.jetstream.answers import EXPECTED_LAST, MESSAGE_ID
+from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import stream_pairs
 from aviso_workers.ops.mirrors import PROMOTED
@@ -49,22 +50,14 @@ class Recovered(Struct, frozen=True, kw_only=True):
     compared. They are not published."""
 
 
-class _FencedOrigin(Struct, frozen=True, kw_only=True):
-    """The fenced origin of a promoted mirror."""
-
-    admin: Admin
-    """The admin that is connected there."""
-    stream: str
-    created: str
-    last: int
-
-
 class Recovery:
     """A promoted mirror beside its origin, which is fenced. `opened` makes one."""
 
-    def __init__(self, admin: Admin, stream: str, origin: _FencedOrigin, *, mirrored: int) -> None:
+    def __init__(self, admin: Admin, stream: str, there: Admin, origin: StreamInfo, *, mirrored: int) -> None:
+        """`there` is the admin that is connected to the origin."""
         self._admin = admin
         self._stream = stream
+        self._there = there
         self._origin = origin
         self._mirrored = mirrored
         self.undecided = 0
@@ -76,7 +69,7 @@ class Recovery:
         between: list[Message] = []
         differs = False
         ours = stream_pairs.read(self._admin, self._stream, after=0, last=self._mirrored)
-        theirs = stream_pairs.read(self._origin.admin, self._origin.stream, after=0, last=self._origin.last)
+        theirs = stream_pairs.read(self._there, self._origin.name, after=0, last=self._origin.last_sequence)
         async with aclosing(ours), aclosing(theirs):
             async for mirrored, original in stream_pairs.side_by_side(ours, theirs):
                 if original is None:
@@ -110,7 +103,8 @@ class Recovery:
 
     async def publish(self) -> Recovered:
         """Publish to the promoted mirror what only the origin has. It can be repeated. Raises `BackendError`."""
-        publisher = _RecoveryPublisher(self._admin, self._stream, created=self._origin.created, mirrored=self._mirrored)
+        created = self._origin.created_text
+        publisher = _RecoveryPublisher(self._admin, self._stream, created=created, mirrored=self._mirrored)
         await publisher.open()
         only_there = self.only_there()
         async with aclosing(only_there):
@@ -244,8 +238,7 @@ async def opened(
                 f"{origin} takes publishes, so the messages that only it has cannot be listed. Fence it first: "
                 f"`aviso-workers mirror fence {quoted(origin)} --api {quoted(api)}`"
             )
-        fenced = _FencedOrigin(admin=there, stream=origin, created=found.created_text, last=found.last_sequence)
-        yield Recovery(admin, stream, fenced, mirrored=int(last))
+        yield Recovery(admin, stream, there, found, mirrored=int(last))
 
 
 @asynccontextmanager

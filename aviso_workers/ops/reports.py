@@ -19,7 +19,6 @@ from aviso_workers.errors import ServerProcessError
 from aviso_workers.jetstream.info import Cluster, StreamInfo
 from aviso_workers.ops import agent_report
 from aviso_workers.ops.doctor import monitoring_port
-from aviso_workers.ops.doctor.monitoring_port import Monitored
 from aviso_workers.ops.health import Judgement, why_stuck
 from aviso_workers.ops.snapshots import ServerSnapshot
 
@@ -109,7 +108,25 @@ class ConsumerRow(Struct, frozen=True, kw_only=True):
 
 def streams(now: ServerSnapshot, before: ServerSnapshot) -> list[StreamRow]:
     """Return a row for each stream, in the order of their names."""
-    return [_stream_row(name, now, before) for name in sorted(now.streams)]
+    return [
+        StreamRow(
+            stream=name,
+            messages=found.messages,
+            bytes=found.bytes,
+            used=found.part_used,
+            deleted=found.deleted,
+            rate=_per_second(found.last_sequence - before.streams.get(name, found).last_sequence, now, before),
+            last=found.last_time,
+            time=found.time,
+            consumers=found.consumers,
+            replicas=found.config.num_replicas,
+            current=None if found.cluster == Cluster() else 1 + sum(peer.current for peer in found.cluster.followers),
+            leader=found.cluster.leader,
+            sealed=found.config.sealed,
+            trouble=_trouble(found),
+        )
+        for name, found in sorted(now.streams.items())
+    ]
 
 
 async def servers(admin: Admin, config: Config, named: Sequence[str]) -> list[ServerRow]:
@@ -124,22 +141,19 @@ async def servers(admin: Admin, config: Config, named: Sequence[str]) -> list[Se
         try:
             found = await anyio.to_thread.run_sync(monitoring_port.inspect, url)
             if named or found.is_of(connected):
-                rows.append(_server_row(found))
+                jetstream = found.varz.jetstream
+                row = ServerRow(
+                    server=found.name,
+                    bytes=jetstream.stats.storage,
+                    may_store=jetstream.config.max_storage,
+                    free=shutil.disk_usage(found.disk).free if found.disk else None,
+                    trouble="" if found.health == "ok" else found.health,
+                )
+                rows.append(row)
         except ServerProcessError as error:
             if named:
                 rows.append(ServerRow(server=url, bytes=0, may_store=0, free=None, trouble=str(error)))
     return rows
-
-
-def _server_row(found: Monitored) -> ServerRow:
-    jetstream = found.varz.jetstream
-    return ServerRow(
-        server=found.name,
-        bytes=jetstream.stats.storage,
-        may_store=jetstream.config.max_storage,
-        free=shutil.disk_usage(found.disk).free if found.disk else None,
-        trouble="" if found.health == "ok" else found.health,
-    )
 
 
 def consumers(now: ServerSnapshot, before: ServerSnapshot, *, stream: str = "") -> list[ConsumerRow]:
@@ -147,26 +161,6 @@ def consumers(now: ServerSnapshot, before: ServerSnapshot, *, stream: str = "") 
     judged = agent_report.by_consumer(now, before)
     rows = [_consumer_row(key, now, before, judged.get(key)) for key in now.consumers if stream in ("", key[0])]
     return sorted(rows, key=lambda row: (-row.lag, row.stream, row.consumer))
-
-
-def _stream_row(name: str, now: ServerSnapshot, before: ServerSnapshot) -> StreamRow:
-    found = now.streams[name]
-    return StreamRow(
-        stream=name,
-        messages=found.messages,
-        bytes=found.bytes,
-        used=found.part_used,
-        deleted=found.deleted,
-        rate=_per_second(found.last_sequence - before.streams.get(name, found).last_sequence, now, before),
-        last=found.last_time,
-        time=found.time,
-        consumers=found.consumers,
-        replicas=found.config.num_replicas,
-        current=None if found.cluster == Cluster() else 1 + sum(peer.current for peer in found.cluster.followers),
-        leader=found.cluster.leader,
-        sealed=found.config.sealed,
-        trouble=_trouble(found),
-    )
 
 
 def _consumer_row(

@@ -13,14 +13,14 @@ from datetime import datetime, timedelta
 from functools import partial
 
 import anyio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aviso_workers.aviso.literals import time_text
-from aviso_workers.backends import Admin, ConsumerInfo
+from aviso_workers.backends import Admin
 from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import ConflictError, NotFoundError
 from aviso_workers.jetstream.key_value import KeyValue
-from aviso_workers.ops import health
+from aviso_workers.ops import health, inventory
 from aviso_workers.ops.agent_control import AgentConsumer, end_text
 from aviso_workers.state import consumer_records, failure_counts, failure_records, orders, own_streams
 from aviso_workers.state.failure_counts import DECIDED, Taken
@@ -66,10 +66,10 @@ async def of_agent(admin: Admin, agent: AgentConsumer) -> list[Retrying]:
     if (failure := failure_records.read(entry)) is None:
         return []
     now = await consumer_records.time(admin, agent.app)
-    retries = await _consumer(admin, own_streams.of_app(RETRIES, agent.app), agent)
+    retries = await inventory.existing(admin.consumer_info(own_streams.of_app(RETRIES, agent.app), agent.consumer))
     found = []
     for stream in (agent.stream, *agent.beside):
-        events = await _consumer(admin, stream, agent)
+        events = await inventory.existing(admin.consumer_info(stream, agent.consumer))
         found += health.retrying(failure, stream, events, retries, now=now)
     return found
 
@@ -83,7 +83,17 @@ async def plan(
     retrying = await of_agent(admin, agent)
     decision = Decision(decides=decides, at=await consumer_records.time(admin, agent.app), by=by)
     wanted = [each for each in retrying if not sequences or each.sequence in sequences]
-    asked = [_asked(agent, each, decision) for each in wanted]
+    asked = [
+        Asked(
+            stream=each.stream,
+            sequence=each.sequence,
+            key=failure_counts.key_of(agent.agent, each.stream, each.sequence, each.timestamp_ns),
+            decision=structs.replace(decision, last_error=each.error),
+            behind=each.behind,
+            again_at=each.again_at,
+        )
+        for each in wanted
+    ]
     missing = sorted({*sequences} - {each.sequence for each in wanted})
     asked += [await _found(admin, agent, each, decision) for each in missing]
     if not asked:
@@ -128,7 +138,7 @@ async def _found(admin: Admin, agent: AgentConsumer, sequence: int, decision: De
     """Return one that is not listed: more are retried than are recorded. Raises `NotFoundError` where it cannot be
     retried.
     """
-    name = _bucket(agent)
+    name = failure_counts.bucket_of(agent.app)
     with suppress(NotFoundError):  # nothing has failed yet
         counts = await admin.subject_counts(f"KV_{name}", subject=f"$KV.{name}.{agent.agent}.*.{sequence}.*")
         bucket = await open_existing(admin, name, own=True)
@@ -138,7 +148,7 @@ async def _found(admin: Admin, agent: AgentConsumer, sequence: int, decision: De
                 return Asked(stream=key.split(".")[1], sequence=sequence, key=key, decision=decision)
     why = "is in no stream that it reads"
     for stream in (agent.stream, *agent.beside):
-        events = await _consumer(admin, stream, agent)
+        events = await inventory.existing(admin.consumer_info(stream, agent.consumer))
         message = await admin.message(stream, sequence) if events is not None else None
         if events is None or message is None:
             continue
@@ -150,17 +160,6 @@ async def _found(admin: Admin, agent: AgentConsumer, sequence: int, decision: De
             key = failure_counts.key_of(agent.agent, stream, sequence, message.timestamp_ns)
             return Asked(stream=stream, sequence=sequence, key=key, decision=decision, known=False)
     raise NotFoundError(f"not retried: {sequence} {why}; `aviso-workers agents retrying` lists what is")
-
-
-def _asked(agent: AgentConsumer, retrying: Retrying, decision: Decision) -> Asked:
-    return Asked(
-        stream=retrying.stream,
-        sequence=retrying.sequence,
-        key=failure_counts.key_of(agent.agent, retrying.stream, retrying.sequence, retrying.timestamp_ns),
-        decision=Decision(decides=decision.decides, at=decision.at, by=decision.by, last_error=retrying.error),
-        behind=retrying.behind,
-        again_at=retrying.again_at,
-    )
 
 
 async def _answer(admin: Admin, agent: AgentConsumer, ordered: KeyValue, asked: Asked) -> Answer | None:
@@ -188,7 +187,8 @@ async def _answer(admin: Admin, agent: AgentConsumer, ordered: KeyValue, asked: 
 
 async def _unanswered(admin: Admin, agent: AgentConsumer, ordered: KeyValue, asked: Asked) -> Answer:
     """Return why nothing is known yet of what became of a decision."""
-    order, events = await _order(ordered, asked), await _consumer(admin, asked.stream, agent)
+    order = await _order(ordered, asked)
+    events = await inventory.existing(admin.consumer_info(asked.stream, agent.consumer))
     answer = partial(Answer, stream=asked.stream, sequence=asked.sequence, carried_out=False)
     now = await _taken(admin, agent, asked, order)
     if not asked.known and now is None and order:
@@ -222,17 +222,6 @@ async def _order(ordered: KeyValue, asked: Asked) -> int:
 
 async def _taken(admin: Admin, agent: AgentConsumer, asked: Asked, order: int) -> Taken | None:
     """Return what workers have recorded of the decision of this revision; None where none has taken it."""
-    bucket = await open_existing(admin, _bucket(agent), own=True)
+    bucket = await open_existing(admin, failure_counts.bucket_of(agent.app), own=True)
     entry = await bucket.get(f"{asked.key}{DECIDED}") if bucket is not None else None
     return failure_counts.taken(entry, order=order)
-
-
-async def _consumer(admin: Admin, stream: str, agent: AgentConsumer) -> ConsumerInfo | None:
-    try:
-        return await admin.consumer_info(stream, agent.consumer)
-    except NotFoundError:
-        return None
-
-
-def _bucket(agent: AgentConsumer) -> str:
-    return failure_counts.bucket_of(agent.app)

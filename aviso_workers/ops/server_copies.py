@@ -11,11 +11,10 @@ copied before its origin, so that nothing comes to it meanwhile. A stream in whi
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from queue import Queue
-from types import TracebackType
 from typing import Any
 
 import anyio
@@ -76,9 +75,9 @@ async def move_all(source: Admin, target: Admin, tell: Callable[[str], None]) ->
     return moved
 
 
-async def _configs(admin: Admin) -> dict[str, Mapping[str, Any]]:
+async def _configs(admin: Admin) -> dict[str, StreamConfig]:
     """Return the configurations of all streams, once each has elected its leader. Raises `BackupError`."""
-    configs: dict[str, Mapping[str, Any]] = {}
+    configs: dict[str, StreamConfig] = {}
 
     async def are_all_listed() -> bool:
         configs.update({each.name: each.config for each in await admin.streams()})
@@ -90,17 +89,12 @@ async def _configs(admin: Admin) -> dict[str, Mapping[str, Any]]:
     return configs
 
 
-def _mirrors_above(name: str, configs: Mapping[str, Mapping[str, Any]]) -> int:
+def _mirrors_above(name: str, configs: Mapping[str, StreamConfig]) -> int:
     """Return the length of the chain of mirrors from a stream up to one that mirrors no other stream here."""
     above = 0
-    while above < len(configs) and (origin := _origin(configs[name])) in configs:
-        name, above = origin, above + 1
+    while above < len(configs) and (mirror := configs[name].mirror) and mirror.name in configs:
+        name, above = mirror.name, above + 1
     return above
-
-
-def _origin(config: Mapping[str, Any]) -> str:
-    mirror = StreamConfig(config).mirror
-    return mirror.name if mirror else ""
 
 
 async def _move(source: Admin, target: Admin, stream: str) -> Moved:
@@ -124,12 +118,13 @@ async def _move(source: Admin, target: Admin, stream: str) -> Moved:
 async def _completed(source: Admin, target: Admin, config: StreamConfig, sent: Contents) -> Moved:
     """Give a copy whose contents are right the settings of its stream, and return it once its replicas are current."""
     stream, wanted = config.name, _comparable(config)
-    if _comparable(await _config(target, stream)) != wanted:
+    if _comparable((await target.stream_info(stream)).config) != wanted:
         await target.update_stream(config)
-    if (found := _comparable(await _config(target, stream))) != wanted:
+    if (found := _comparable((await target.stream_info(stream)).config)) != wanted:
         changed = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
         raise BackupError(f"{stream} has other settings on the new server: {', '.join(changed)}")
-    await _wait_for_replicas(target, stream)
+    if not await _until(lambda: _are_current(target, stream), seconds=REPLICAS_SECONDS):
+        raise BackupError(f"{stream}: a replica on the new servers is not current after {REPLICAS_SECONDS:.0f} s")
     consumers = await _consumers(target, stream)
     return Moved(
         stream=stream,
@@ -145,12 +140,6 @@ async def _delivered_again(source: Admin, stream: str, sent: Contents) -> dict[s
     delivered = {each.name: each.deliveries for each in await source.consumers(stream)}
     positions = {name: state.deliveries for name, state in sent.consumers.items()}
     return {name: count - positions[name] for name, count in delivered.items() if count > positions.get(name, count)}
-
-
-async def _wait_for_replicas(admin: Admin, stream: str) -> None:
-    """Wait until every replica of a stream and of its consumers is current. Raises `BackupError`."""
-    if not await _until(lambda: _are_current(admin, stream), seconds=REPLICAS_SECONDS):
-        raise BackupError(f"{stream}: a replica on the new servers is not current after {REPLICAS_SECONDS:.0f} s")
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], *, seconds: float) -> bool:
@@ -187,13 +176,19 @@ async def _transfer(source: Admin, target: Admin, stream: str) -> tuple[StreamCo
     async with (
         source.administration().snapshot(stream) as snapshot,
         aclosing(snapshot.chunks) as chunks,
-        _ArchiveParser(in_memory=snapshot.config.storage == "memory") as parser,
+        _ArchiveParser.running(in_memory=snapshot.config.storage == "memory") as parser,
     ):
-        pieces = _Pieces(chunks)
+        rest = b""
 
         async def read(size: int) -> bytes:
-            if data := await pieces.read(size):
-                await parser.add(data)
+            """Return the next bytes, at most `size` of them; none at the end."""
+            nonlocal rest
+            while not rest:
+                if (chunk := await anext(chunks, None)) is None:
+                    return b""
+                rest = chunk
+            data, rest = rest[:size], rest[size:]
+            await parser.add(data)
             return data
 
         await target.administration().restore(dict(snapshot.config) | UNTIL_COMPARED, snapshot.state, read=read)
@@ -236,31 +231,9 @@ async def _consumers(admin: Admin, stream: str) -> dict[str, Mapping[str, Any]]:
     return {each.name: _comparable(each.config) for each in listed if not each.config.inactive_threshold}
 
 
-async def _config(admin: Admin, stream: str) -> Mapping[str, Any]:
-    return (await admin.stream_info(stream)).config
-
-
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     metadata = {key: value for key, value in StreamConfig(config).metadata.items() if not key.startswith(OF_SERVERS)}
     return {**config, "metadata": metadata}
-
-
-class _Pieces:
-    """A reader of the chunks of a snapshot in pieces of a given size."""
-
-    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
-        self._chunks = chunks
-        self._rest = b""
-
-    async def read(self, size: int) -> bytes:
-        """Return the next bytes, at most `size` of them; none at the end."""
-        while not self._rest:
-            try:
-                self._rest = await anext(self._chunks)
-            except StopAsyncIteration:
-                return b""
-        data, self._rest = self._rest[:size], self._rest[size:]
-        return data
 
 
 class _ArchiveParser:
@@ -273,14 +246,15 @@ class _ArchiveParser:
         self._thread = ThreadPoolExecutor(1)
         self._contents = self._thread.submit(self._run)
 
-    async def __aenter__(self) -> _ArchiveParser:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._end)
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, *, in_memory: bool) -> AsyncIterator[_ArchiveParser]:
+        parser = cls(in_memory=in_memory)
+        try:
+            yield parser
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(parser._end)
 
     async def add(self, data: bytes) -> None:
         """Pass more bytes of the archive to the thread; none at its end."""

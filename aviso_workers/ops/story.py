@@ -259,8 +259,10 @@ async def of(
         if later and one.state != "not for it":
             why = f"it is stored in {message.stream} at {time_text(later.due)}, and not before"
             one = structs.replace(one, state="delayed", why=why, cure="")
-        if absent:
-            one = _of_absent(one, absent, of_agent)
+        if absent and one.state in ("waits", "waits behind"):  # a consumer passes over what is not stored any more
+            one = structs.replace(one, state="never given", why=absent, error="", cure="")
+        elif absent and one.state in ("counted", HANDLED) and of_agent.back is None:
+            one = structs.replace(one, state="settled", why=f"{one.why}; or it was passed over: {absent}")
         if one.state in PROVED and (said := denied.text(facts.app, ERASURES)):
             one = structs.replace(one, state=UNKNOWN, why=f"{one.why}; whether it is a dead letter is {said}")
         fates.append(one)
@@ -378,15 +380,6 @@ async def _of_dead_letter(
                     if each.original.sequence == sequence:
                         return inventory.read(info.name, each.original)
     return None
-
-
-def _of_absent(fate: Fate, absent: str, kept: Kept) -> Fate:
-    """Return what has become of a notification that is not stored any more: a consumer passes over it."""
-    if fate.state in ("waits", "waits behind"):
-        return structs.replace(fate, state="never given", why=absent, error="", cure="")
-    if fate.state in ("counted", HANDLED) and kept.back is None:
-        return structs.replace(fate, state="settled", why=f"{fate.why}; or it was passed over: {absent}")
-    return fate
 
 
 async def _why_absent(admin: Admin, info: StreamInfo, sequence: int, *, subject: str) -> str:

@@ -74,15 +74,17 @@ async def copy(
     await target.administration().require_readable(name or stream)
     original = await source.stream_info(stream)
     is_moved = name in (None, stream)
-    if is_moved:
-        await _require_no_copy(target, stream)
+    found = await inventory.existing(target.stream_info(stream)) if is_moved else None
+    # One whose restore was interrupted is replaced.
+    if found and COPY_OF in found.config.metadata and not metadata.is_unfinished(found.config):
+        raise BackupError(f"{stream} on the target is an unfinished copy: continue it with --follow, or delete it")
     with tempfile.TemporaryDirectory(prefix="aviso-workers-copy-") as directory:
         backup = await backups.create(source, stream, Path(directory), progress=progress)
         before = await anyio.to_thread.run_sync(backups.verify, backup)
         if before is None:
             raise BackupError(f"{stream} is on a nats-server before 2.15, whose archive cannot be read to compare")
-        if is_moved and (found := await taken(target, subjects_of(backup.config), besides=(stream,))):
-            raise BackupError(f"{found} of {stream}: delete that stream first")
+        if is_moved and (other := await taken(target, subjects_of(backup.config), besides=(stream,))):
+            raise BackupError(f"{other} of {stream}: delete that stream first")
         restored = await backups.restore(
             target,
             backup,
@@ -144,10 +146,3 @@ def _held_back(config: Mapping[str, Any], *, created: str) -> dict[str, Any]:
     metadata = {**StreamConfig(config).metadata, FENCED: " ".join(subjects), COPY_OF: created}
     held["subject_delete_marker_ttl"] = 0  # else it would store markers of its own
     return held | OFF | NO_LIMITS | {"subjects": [f"{NOWHERE}.{StreamConfig(config).name}"], "metadata": metadata}
-
-
-async def _require_no_copy(target: Admin, stream: str) -> None:
-    """Raise `BackupError` where there is a copy that is not whole; one whose restore was interrupted is replaced."""
-    found = await inventory.existing(target.stream_info(stream))
-    if found and COPY_OF in found.config.metadata and not metadata.is_unfinished(found.config):
-        raise BackupError(f"{stream} on the target is an unfinished copy: continue it with --follow, or delete it")

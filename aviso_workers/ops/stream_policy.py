@@ -140,8 +140,9 @@ async def _why_kept(admin: Admin, info: StreamInfo) -> str:
     with suppress(NotFoundError):
         if count := await admin.count(delayed_messages.stream_of(stream), filter_subjects=()):
             return f"{count} delayed notifications wait for the stream: cancel them"
-    if await _has_dead_letters(admin, stream):
-        return "there are dead letters of the stream: drop them"
+    async with aclosing(StoredDeadLetters(admin, events=Events()).select(Selection(stream=stream))) as dead_letters:
+        if await anext(dead_letters, None) is not None:
+            return "there are dead letters of the stream: drop them"
     for (app, agent), consumer in (await agent_inventory.agents(admin, stream)).items():
         if consumer.num_waiting:
             return f"workers of agent {agent} of app {app} read the stream: stop them"
@@ -149,14 +150,6 @@ async def _why_kept(admin: Admin, info: StreamInfo) -> str:
         if consumer.num_pending or consumer.num_ack_pending:
             return f"agent {agent} of app {app} has dead letters that are retried: let it handle them first"
     return ""
-
-
-async def _has_dead_letters(admin: Admin, stream: str) -> bool:
-    stored = StoredDeadLetters(admin, events=Events())
-    async with aclosing(stored.select(Selection(stream=stream))) as dead_letters:
-        async for _ in dead_letters:
-            return True
-    return False
 
 
 async def effective_policy(admin: Admin, config: Config, name: str) -> list[PolicyRow]:

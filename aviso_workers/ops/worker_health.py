@@ -115,7 +115,9 @@ def of_living(worker: WorkerRecord, *, now: datetime) -> Judgement:
     since = worker.since(first.seconds)
     needs = (now - since).total_seconds() >= HINDERED.patience
     also = tuple(each.text for each in worker.hindrances[:MOST_TOLD] if each is not first)
-    return Judgement(state=HINDERED.name, since=since, why=first.text, needs=needs, also=also, cure=HINDERED.cure)
+    return Judgement(
+        state=HINDERED.name, since=since, why=first.text, needs=needs, also=also, cure=CURES[HINDERED.name]
+    )
 
 
 def troubles(apps: AllWorkers, consumers: Consumers, *, now: datetime) -> Iterator[tuple[str, str, Judgement]]:

@@ -209,6 +209,7 @@ def test_what_is_in_trouble_is_told_but_for_what_agents_say_of_themselves() -> N
 
 def test_each_agent_in_trouble_has_a_cure_and_no_other_has_one() -> None:
     """So that the cure tells a trouble from a calm state."""
-    assert all(each.cure for each in health.CONDITIONS)
+    assert health.CURES.keys() == {health.UNKNOWN, *health.BY_NAME}
+    assert all(health.CURES.values())
     assert not health.judge(health_facts.facts()).is_trouble
     assert health.judge(health_facts.facts(events=Unknown("denied"))).is_trouble
