@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ from aviso_workers.state import declarations
 from aviso_workers.state.dead_letter_records import LetterId
 from aviso_workers.state.orders import Decides
 
+MAX_FORMS = 1000
 MAX_JOBS = 50
 """Jobs that are remembered; older ones are in the audit stream."""
 RETRIED = (
@@ -53,6 +55,7 @@ ERASED = (
     "The audit keeps that you did it, which ones they were, and why.",
 )
 """What is said of retries, and of what is erased."""
+LONGEST_WHY = 500
 MANY = 100
 """Where an agent that is reset never handles so many, their number has to be typed."""
 DECIDED: dict[Decides, tuple[str, str]] = {
@@ -119,6 +122,8 @@ class PlannedAction(Struct, frozen=True):
             return f"{number}, and {self.lost:,} would be lost. Nothing was done: type {self.lost:,} if you mean it."
         if self.lost and not _why(form):
             return "Nothing was done: say why, for the audit."
+        if (length := len(_why(form))) > LONGEST_WHY:
+            return f"Nothing was done: the reason has {length:,} characters. Say it in {LONGEST_WHY} at most."
         return ""
 
 
@@ -147,6 +152,11 @@ class Confirmation(Struct, frozen=True, kw_only=True):
     refusal: str = ""
     """Why it is not done although it was confirmed, in sentences."""
 
+    @property
+    def confirmed(self) -> str:
+        """What the form says that confirms it: the plan, and which form it is of those that were shown."""
+        return f"{self.plan.fingerprint}.{secrets.token_hex()}"
+
 
 class Actions:
     """Carries out actions on a server."""
@@ -159,6 +169,8 @@ class Actions:
         self._tasks = tasks
         self._numbers = itertools.count(1)
         self._jobs: deque[Job] = deque(maxlen=MAX_JOBS)
+        self._begun: dict[str, str] = {}
+        """The forms that were confirmed last, with their pages to return to: sent again, one does nothing more."""
         self._examining = anyio.Lock()
 
     @property
@@ -188,10 +200,12 @@ class Actions:
         Raises `AvisoWorkersError` where it cannot be done, or cannot be recorded, and `BrokenOffError` where it had
         begun.
         """
-        confirmed = form.get("confirmed", "")
+        confirmed, _, once = form.get("confirmed", "").partition(".")
         for job in self._jobs:  # the form was sent twice
             if confirmed == job.confirmed and (not job.ended or not job.left):
                 return f"/jobs/{job.number}"
+        if once and once in self._begun:
+            return self._begun[once]
         async with aclosing(action.steps(self, form, visitor)) as steps:
             plan = await anext(steps)
             refusal = plan.refusal(form) if confirmed == plan.fingerprint else CHANGED if confirmed else ""
@@ -199,15 +213,28 @@ class Actions:
                 return Confirmation(action=action, plan=plan, form=form, refusal=refusal)
             if plan.job is not None:
                 return self._begin(action, visitor, plan, form)
-            selection = {**plan.fields, **dead_letters.given(form, "why")}
-            async with self.audit.recorded(visitor.name, action.name, plan.of, selection) as result:
-                try:
-                    with suppress(StopAsyncIteration):
-                        await steps.asend(result)
-                except BackendError as error:
-                    why = f"{describe(error)}. It had begun: look whether all of it, a part or nothing is done"
-                    raise BrokenOffError(why) from error
+            with self._once(once, plan.back):
+                selection = {**plan.fields, **dead_letters.given(form, "why")}
+                async with self.audit.recorded(visitor.name, action.name, plan.of, selection) as result:
+                    try:
+                        with suppress(StopAsyncIteration):
+                            await steps.asend(result)
+                    except BackendError as error:
+                        why = f"{describe(error)}. It had begun: look whether all of it, a part or nothing is done"
+                        raise BrokenOffError(why) from error
         return plan.back
+
+    @contextmanager
+    def _once(self, form: str, back: str) -> Iterator[None]:
+        """Remember a form that is carried out within the block, unless that fails: then it may be sent again."""
+        self._begun[form] = back
+        if len(self._begun) > MAX_FORMS:
+            del self._begun[next(iter(self._begun))]
+        try:
+            yield
+        except BaseException:
+            self._begun.pop(form, None)
+            raise
 
     def _begin(self, action: Action, visitor: Visitor, plan: PlannedAction, form: Form) -> str:
         job = Job(

@@ -200,7 +200,8 @@ def which(chosen: Chosen) -> list[str]:
         for stream, (first, last) in chosen.notifications.items()
     ]
     common = chosen.causes[0].common if len(chosen.causes) == 1 else ""
-    return [f"They are of {', '.join(of)}" + (f", {common}." if common else ".")]
+    begin = "It is" if len(chosen.times) == 1 else "They are"
+    return [f"{begin} of {', '.join(of)}" + (f", {common}." if common else ".")]
 
 
 def address(fields: Mapping[str, str]) -> str:
@@ -237,12 +238,12 @@ async def act(admin: Admin, audit: Audit, job: Job) -> None:
                         for _, of_agent in groupby(sorted(portion, key=BY_AGENT), key=BY_AGENT):
                             await _act_on([*of_agent], do, job, patient=patient)
             return
-        except (UnavailableError, OutcomeUnknownError):
+        except (UnavailableError, OutcomeUnknownError) as error:
             if not patient:
                 raise
             if job.done > done:
                 done, failing_since = job.done, anyio.current_time()
-            job.asked_again = True
+            job.asked_again, job.away = True, f"it is tried again, since {describe(error)}"
         await anyio.sleep(AGAIN_SECONDS)
 
 

@@ -99,6 +99,8 @@ class Job(Struct, kw_only=True):
     """By app, when the stream of its dead letters was created: in another one, others have their sequences."""
     finished: bool = False
     """Whether all that were there are done, or have failed."""
+    away: str = ""
+    """Why it waits, where no server answers."""
     asked_again: bool = False
     """Whether an answer was missing, so that one may be done although nobody has said so."""
     agents: set[tuple[str, str]] = field(default_factory=set)
@@ -114,6 +116,7 @@ class Job(Struct, kw_only=True):
 
     def note(self, dead_letter: DeadLetter) -> None:
         """Note one that is done."""
+        self.away = ""
         self.left.discard(dead_letter.id)
         self.affected.note(dead_letter)
         self.agents.add((dead_letter.app, dead_letter.agent))
@@ -133,7 +136,8 @@ class Job(Struct, kw_only=True):
     def told(self, came: CameTo | None) -> tuple[str, str, str]:
         """Return how it is: a word, its tone as the class of a style, and a sentence without its full stop."""
         if not self.ended:
-            return "runs", "", f"{self.done:,} of {self.total:,} are {self.does} so far"
+            so_far = f"{self.done:,} of {self.total:,} are {self.does} so far"
+            return ("waits", "warn", f"{so_far}; {self.away}") if self.away else ("runs", "", so_far)
         word, tone = came.word if came and self.state == "done" else (self.state, TONES[self.state])
         return word, tone, came.text if came else self.came_to
 
@@ -161,7 +165,8 @@ class Job(Struct, kw_only=True):
     @property
     def seconds_left(self) -> float | None:
         took = (datetime.now(UTC) - self.begun).total_seconds()
-        return took / self.done * (self.total - self.done) if self.done and not self.ended else None
+        goes_on = self.done and not self.ended and not self.away
+        return took / self.done * (self.total - self.done) if goes_on else None
 
     @property
     def came_to(self) -> str:

@@ -27,8 +27,8 @@ MODERN, LEGACY = "2026-07-28", ("2025-11-25", "2025-06-18")
 REVISION = "io.modelcontextprotocol/protocolVersion"
 NO_JSON, NO_REQUEST, NO_METHOD = -32700, -32600, -32601
 WRONG_PARAMETERS, HEADERS_DIFFER, NO_REVISION = -32602, -32020, -32022
-MAX_ITEMS = 200
-"""Of a list."""
+MAX_ITEMS = (200, 50, 10)
+"""Of a list; fewer where the result would have too many characters."""
 MAX_CHARACTERS = 400_000
 """Where a result has more, whoever asks is told to ask for less."""
 NOT_SHOWN = {"overview", "config", "jobs", "State", "stored", "answer", "seen"}
@@ -36,7 +36,7 @@ NOT_SHOWN = {"overview", "config", "jobs", "State", "stored", "answer", "seen"}
 COUNTS = ("in_flight", "at_once", "retrying", "handled_rate", "catches_up_seconds", "dead_letters_of_a_day")
 """What lists show of an agent beside its row."""
 MAX_WHY = 500
-"""Characters of why an agent is in its state, and of what else is so: `MAX_ITEMS` agents fit into a result."""
+"""Characters of why an agent is in its state, and of what else is so: 200 agents fit into a result."""
 
 Make = Callable[[Question], Awaitable[Page]]
 Ask = Callable[[Make, dict[str, str]], Awaitable[Page]]
@@ -141,26 +141,35 @@ async def _called(params: Mapping[str, Any], ask: Ask, *, payloads: bool) -> tup
         page = await ask(make, {field: str(value) for field, value in given.items()})
     except AvisoWorkersError as error:
         return describe(error) if isinstance(error, BackendError) else str(error), True
-    text = msgspec.json.encode(_fields(page.values, payloads), enc_hook=str).decode()
-    if len(text) > MAX_CHARACTERS:
-        return f"the result has {len(text)} characters, more than {MAX_CHARACTERS}: ask for less", True
-    return text, page.status >= 400
+    for most in MAX_ITEMS:
+        text = msgspec.json.encode(_fields(page.values, _Shown(payloads, most)), enc_hook=str).decode()
+        if len(text) <= MAX_CHARACTERS:
+            return text, page.status >= 400
+    return f"the result has {len(text)} characters, more than {MAX_CHARACTERS}: ask for less", True
 
 
-def _plain(value: Any, payloads: bool) -> Any:
+class _Shown(Struct, frozen=True):
+    """What is shown of a page."""
+
+    payloads: bool
+    most: int
+    """The most items of a list."""
+
+
+def _plain(value: Any, shown: _Shown) -> Any:
     match value:
         case AgentView():
-            return _fields(_listed(value), payloads)
+            return _fields(_listed(value), shown)
         case Struct():
             properties = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
-            return _fields({name: getattr(value, name) for name in (*value.__struct_fields__, *properties)}, payloads)
+            return _fields({name: getattr(value, name) for name in (*value.__struct_fields__, *properties)}, shown)
         case Mapping():
-            return {str(key): _plain(each, payloads) for key, each in value.items()}
+            return {str(key): _plain(each, shown) for key, each in value.items()}
         case list() | tuple():
-            more = [f"and {len(value) - MAX_ITEMS} more: ask for less"] if len(value) > MAX_ITEMS else []
-            return [*(_plain(each, payloads) for each in value[:MAX_ITEMS]), *more]
+            more = [f"and {len(value) - shown.most} more: ask for less"] if len(value) > shown.most else []
+            return [*(_plain(each, shown) for each in value[: shown.most]), *more]
         case bytes():
-            return body(value) if payloads else f"{len(value)} bytes; you have no right to see payloads"
+            return body(value) if shown.payloads else f"{len(value)} bytes; you have no right to see payloads"
     return value.name if isinstance(value, Enum) else value
 
 
@@ -178,7 +187,7 @@ def _listed(view: AgentView) -> dict[str, Any]:
     }
 
 
-def _fields(values: Mapping[str, Any], payloads: bool) -> dict[str, Any]:
+def _fields(values: Mapping[str, Any], shown: _Shown) -> dict[str, Any]:
     """Return plain data of what a page shows, without what is empty."""
-    found = {name: _plain(value, payloads) for name, value in values.items() if name not in NOT_SHOWN}
+    found = {name: _plain(value, shown) for name, value in values.items() if name not in NOT_SHOWN}
     return {name: value for name, value in found.items() if value not in (None, "")}

@@ -29,10 +29,11 @@ from aviso_workers.state.worker_records import AppWorkers, AtWork, WorkerRecord
 from aviso_workers.task_groups import asked_of_each
 
 EVERY_SECONDS = 2.0
-STALE_SECONDS = 10.0
-"""After so long, a snapshot is no picture of now: longer than one takes of a cluster that has lost a stream."""
 TAKES_SECONDS = 20.0
 """How long a snapshot may take: longer than three servers of which one has just ended take to answer."""
+STALE_SECONDS = TAKES_SECONDS + EVERY_SECONDS
+"""After so long, a snapshot is no picture of now: then another one would be there, also of a cluster that has lost a
+stream."""
 PATIENCE_SECONDS = 8.0
 """How long a page waits for its first two snapshots: one alone does not show whether anything moves."""
 LOOKED_SECONDS = 120.0

@@ -392,6 +392,23 @@ async def test_an_audit_stream_that_was_deleted_is_made_again(console: Served, a
         await shown(client, "/audit?who=bert", "None of the 1 action since")
 
 
+async def test_a_reset_that_is_sent_twice_is_done_once(console: Served, app: App, running: Harness) -> None:
+    await publish(app, 1, 2)
+    await running.settle()
+    async with console.client() as client:
+        asked = await client.post("/actions/reset-agent", data={**INDEX, "to": "1"})
+        form = hidden_fields(asked.text, "reset-agent")
+        answers = [await client.post("/actions/reset-agent", data=form) for _ in range(2)]
+        await running.settle()
+        actions = await audit.Audit(console.admin, console.config).newest(10)
+        too_long = await client.post("/actions/pause-agent", data={**INDEX, "confirmed": "x"})
+        pause = {**hidden_fields(too_long.text, "pause-agent"), "why": "x" * 501}
+        too_long = await client.post("/actions/pause-agent", data=pause)
+    assert [answer.headers.get("location") for answer in answers] == 2 * ["/agents/field-index/index"]
+    assert [action.record.action for action in actions] == ["reset-agent"]
+    assert "Nothing was done: the reason has 501 characters. Say it in 500 at most." in text_of(too_long.text)
+
+
 async def test_a_form_that_is_sent_twice_begins_one_job(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 3, 3)
     async with console.client() as client:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.config import load
@@ -78,6 +79,11 @@ def test_those_of_one_cause_say_what_they_have_in_common() -> None:
     )
     assert cause.common == "class=od expver=0001 domain=g date=20261120 time=0000 stream=oper, step 3 to 12"
     assert (cause.group.count, cause.identifier["class"].count, cause.differs) == (4, 2, True)
+
+
+def test_a_reason_that_nobody_of_us_has_written_is_told_as_it_is() -> None:
+    (cause,) = collected(structs.replace(dead_letter(), reason="<b>{0}{x:>3000000}</b>"))
+    assert cause.told("it") == "gave up it (<b>{0}{x:>3000000}</b>)"
 
 
 def test_bars_show_when_there_were_how_many() -> None:

@@ -107,6 +107,7 @@ async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app
         await shown(client, "/dead-letters?notifications=mars+step%3D4", "0 of 3 dead letters")
         asked = await client.post("/actions/retry-dead-letters", data={"notifications": "mars step=3"})
         wrong = await client.get("/dead-letters?notifications=mars+nothing%3D4")
+        no_app = [await client.get(path) for path in ("/dead-letters?app=a+b", "/dead-letters/a.b/1")]
         mistaken = await client.get("/dead-letters?since=noon")
         not_a_number = await client.get("/dead-letters?sequence=1.5")
     assert "all of the last day, by 1 cause" in page
@@ -114,6 +115,7 @@ async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app
     assert "No dead letter matches." in other
     assert "3 dead letters of field-index/fails (notifications mars step=3) are handed back" in text_of(asked.text)
     assert wrong.status_code == 400
+    assert [answer.status_code for answer in no_app] == [400, 400]
     assert mistaken.status_code == 400
     assert "since" in text_of(mistaken.text)
     assert "is not the number of a dead letter" in text_of(not_a_number.text)
