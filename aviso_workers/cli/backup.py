@@ -13,7 +13,7 @@ import typer
 from rich.filesize import decimal
 
 from aviso_workers.aviso.literals import Duration
-from aviso_workers.backends import open_backend
+from aviso_workers.backends import Admin, open_backend
 from aviso_workers.cli import completion
 from aviso_workers.cli.backup_cleanse import cleanse
 from aviso_workers.cli.identity import IDENTITY, identities_of
@@ -119,15 +119,7 @@ def create(
             typer.echo(_described(made.backup))
             return made.backup
 
-        async def prune(stream: str) -> list[AvisoWorkersError]:
-            try:
-                pruned = await backups.prune_by_server(server.admin, to, stream, Keep(newest, days))
-            except (BackendError, BackupError) as error:
-                return [error]
-            for gone in pruned.removed:
-                typer.echo(f"{stream}: removed {gone.directory}")
-            return [BackupError(f"{found}; it is kept, and does not count") for found in pruned.not_counted]
-
+        prune = partial(_pruned, server.admin, to, keep=Keep(newest, days))
         if everything:
             made = await backups.create_set(server.admin, to, back_up, encrypted=bool(encrypt_to))
             if made.file:
@@ -137,6 +129,17 @@ def create(
         return await backups.create_each(streams, back_up, prune)
 
     _end(connected(config, run))
+
+
+async def _pruned(admin: Admin, to: Path, stream: str, *, keep: Keep) -> list[AvisoWorkersError]:
+    """Remove old backups of a stream, print which, and return a failure for each that does not count."""
+    try:
+        pruned = await backups.prune_by_server(admin, to, stream, keep)
+    except (BackendError, BackupError) as error:
+        return [error]
+    for gone in pruned.removed:
+        typer.echo(f"{stream}: removed {gone.directory}")
+    return [BackupError(f"{found}; it is kept, and does not count") for found in pruned.not_counted]
 
 
 @backup.command()

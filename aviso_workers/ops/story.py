@@ -124,7 +124,23 @@ class Kept(Struct, frozen=True, kw_only=True):
         """The last action that has handed it back."""
         return self._last(RETURNED)
 
-    def is_of_before(self, time: datetime) -> bool:
+    @property
+    def letter(self) -> DeadLetter | None:
+        """The dead letter that it is: none that was handed back, and none of before a reset."""
+        dead = self.dead
+        is_one = dead is not None and (self.back is None or self.back.dead.id != dead.id)
+        return dead if dead is not None and is_one and not self._is_of_before(dead.time) else None
+
+    @property
+    def erasure(self) -> Erased | None:
+        """How it was erased, if that is the last that has happened to it."""
+        erased, back = self.erased, self.back
+        if erased is None or self._is_of_before(erased.time):
+            return None
+        is_last = back is None or (erased.time > back.time and erased.sequence != back.dead.sequence)
+        return erased if is_last else None
+
+    def _is_of_before(self, time: datetime) -> bool:
         """Return whether a reset has given it again since."""
         return self.reset is not None and self.reset.how == GIVEN_AGAIN and time + ONCE < self.reset.begun
 
@@ -479,14 +495,13 @@ def fate(
     """Return what has become of a notification at one agent. It is pure. `policy` is the agent's, as its app has
     declared it; empty where that is not known.
     """
-    facts, dead, back, erased = health.facts, kept.dead, kept.back, kept.erased
+    facts, back = health.facts, kept.back
     told = partial(Fate, app=facts.app, agent=facts.agent)
-    if dead is not None and (back is None or back.dead.id != dead.id) and not kept.is_of_before(dead.time):
+    if (dead := kept.letter) is not None:
         again = " again" if back is not None and dead.time > back.time else ""
         why = f"dead letter {dead.sequence}{again}, {dead.reason} after {counted(dead.attempts, 'attempt')}"
         return told(state="dead letter", why=why, error=dead.error, dead_letter=dead.sequence)
-    is_last = back is None or (erased is not None and erased.time > back.time and erased.sequence != back.dead.sequence)
-    if erased is not None and is_last and not kept.is_of_before(erased.time):
+    if (erased := kept.erasure) is not None:
         why = f"its dead letter {erased.sequence} was erased at {time_text(erased.time)} by {erased.by}"
         return told(state="erased", why=why)
     if facts.consumer is None:
