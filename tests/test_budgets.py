@@ -13,9 +13,9 @@ import _figures
 BUDGETS = {
     "code of the core": 21_396,
     "code of agents": 483,
-    "code of cli": 2_783,
-    "code of console": 1_762,
-    "code of ops": 8_176,
+    "code of cli": 2_782,
+    "code of console": 1_760,
+    "code of ops": 8_188,
     "code of projects": 29,
     "code of server": 1_091,
     "code of spark": 3_112,

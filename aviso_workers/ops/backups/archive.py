@@ -74,21 +74,41 @@ class StreamState(Struct, frozen=True, gc=False):
     last_ts: str
 
 
+class _ConsumerConfig(Struct, frozen=True):
+    durable_name: str = ""
+    inactive_threshold: int = 0
+
+
+class _Delivered(Struct, frozen=True):
+    stream_seq: int
+
+
+class ConsumerProgress(Struct, frozen=True):
+    """What is needed here of a consumer's state."""
+
+    delivered: _Delivered
+    pending: dict[str, Any] | None = None
+
+
 class StoredConsumer(Struct, frozen=True):
     """A consumer as its backup has it, in JetStream's words."""
 
     state: dict[str, Any]
-    config: dict[str, Any] = {}
+    config: _ConsumerConfig = _ConsumerConfig()
+
+    @property
+    def progress(self) -> ConsumerProgress:
+        return msgspec.convert(self.state, ConsumerProgress)
 
     @property
     def is_durable(self) -> bool:
         """Whether the consumer is durable, so that it outlives its readers."""
-        return bool(self.config.get("durable_name"))
+        return bool(self.config.durable_name)
 
     @property
     def lasts(self) -> bool:
         """Whether the consumer stays until it is deleted."""
-        return self.is_durable and not self.config.get("inactive_threshold")
+        return self.is_durable and not self.config.inactive_threshold
 
 
 def consumer(entry: ArchiveEntry) -> tuple[str, StoredConsumer]:

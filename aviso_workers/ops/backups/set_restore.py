@@ -173,9 +173,9 @@ class _SetRestoration:
         if stored is not None:
             filters = consumer.config.filters
             with suppress(BackendError):  # a work queue has no further reader
-                start = stored.state["delivered"]["stream_seq"] + 1
+                start = stored.progress.delivered.stream_seq + 1
                 undelivered = await self._admin.count(stream, filter_subjects=filters, start_sequence=start)
-                new = undelivered + len(stored.state.get("pending") or {})
+                new = undelivered + len(stored.progress.pending or {})
         again = None if new is None else max(0, ahead - new)
         return GoesOn(consumer=consumer.name, sequence=consumer.ack_floor + 1, again=again, new=ahead - (again or 0))
 

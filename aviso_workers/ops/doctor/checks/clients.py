@@ -38,7 +38,6 @@ SHORTER = (
 )
 READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
-CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
 
 
@@ -249,9 +248,9 @@ def _certificate_expires(pem: Path) -> datetime:
     """Return when the first certificate of a PEM file expires; a key and others may be beside it. Raises
     `ValueError`.
     """
-    if (found := CERTIFICATE.search(pem.read_text())) is None:
-        raise ValueError("no certificate")
-    return certificates.expires(ssl.PEM_cert_to_DER_cert(found[0]))
+    text = pem.read_text()
+    begin, end = text.find(ssl.PEM_HEADER), text.find(ssl.PEM_FOOTER)
+    return certificates.expires(ssl.PEM_cert_to_DER_cert(text[begin : end + len(ssl.PEM_FOOTER)]))
 
 
 def _longer_window(stream: StreamInfo, seconds: float) -> str:
