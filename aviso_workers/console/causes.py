@@ -25,7 +25,7 @@ BARS = 22
 TOLD = {
     "attempts_exhausted": "failed for {}{}, in all attempts",
     "rejected": "rejected {}{}",
-    "skipped": "was made to skip {}, which failed{}",
+    "skipped": "failed for {}{}, until somebody decided to skip",
     "undecodable": "could not read {}{}",
     "worker_died": "ended its worker while it handled {}{}",
 }

@@ -33,8 +33,10 @@ PORTION = 500
 """Dead letters that are retried or dropped at a time, at most."""
 PORTION_BYTES = 8 * 2**20
 """The most bytes that their bodies may take in memory; a single one may take more."""
-DELETES_AT_ONCE = 64
-"""Requests to delete a message that are under way at the same time."""
+DELETES_AT_ONCE, ERASURES_AT_ONCE = 64, 4
+"""Requests to delete a message, and to overwrite it as well, that are under way at the same time. A server writes the
+file of a message anew for each of the latter, and answers nobody else until those that it has are done.
+"""
 NO_LINE = "none"
 
 
@@ -273,7 +275,7 @@ class StoredDeadLetters:
                 note(dead_letter)
 
         async with anyio.create_task_group() as deleting:
-            for _ in dead_letters[:DELETES_AT_ONCE]:
+            for _ in dead_letters[: ERASURES_AT_ONCE if overwrite else DELETES_AT_ONCE]:
                 deleting.start_soon(delete_some)
         if failures:
             raise failures[0]
