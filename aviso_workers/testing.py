@@ -971,7 +971,7 @@ class _Wait:
         self._stack.close()
 
 
-class _Recorder(Struct, eq=False):
+class _Recorder(Struct, eq=False, dict=True):
     """A backend of which it is known what was published and made, and that can be cut off from who works with it."""
 
     _backend: Admin
