@@ -30,7 +30,7 @@ from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
 
-class InMemoryConsumer(Struct, eq=False, kw_only=True):
+class InMemoryConsumer(Struct, eq=False, kw_only=True, dict=True):
     """An open reader of a durable consumer; see `backends.Consumer`."""
 
     dispatcher: Dispatcher
