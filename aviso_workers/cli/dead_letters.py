@@ -36,6 +36,7 @@ from aviso_workers.ops.dead_letters import (
     portions,
     require_one_app,
 )
+from aviso_workers.state.audit_records import ERASED, RETURNED
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 
 dead_letters = typer.Typer(
@@ -293,7 +294,7 @@ async def _act_on(
     """Read the dead letters once more, which needs no memory for all of them, and act on exactly those that were
     shown, at most `rate` of them a second.
     """
-    done = "handed back" if act is StoredDeadLetters.retry else "erased"
+    done = RETURNED if act is StoredDeadLetters.retry else ERASED
     count, refused, affected = 0, list[RefusedError](), AffectedLetters()
     others = ""
     try:

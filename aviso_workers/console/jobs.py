@@ -13,6 +13,7 @@ from msgspec import Struct, field
 from aviso_workers.config.settings import Right
 from aviso_workers.ops.audit import AffectedLetters
 from aviso_workers.ops.dead_letters import is_window
+from aviso_workers.state.audit_records import ERASED, RETURNED
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 
 TONES = {"done": "good", "stopped": "", "failed": "bad"}
@@ -152,7 +153,7 @@ class Job(Struct, kw_only=True):
 
     @property
     def does(self) -> str:
-        return "handed back" if self.hands_back else "erased"
+        return RETURNED if self.hands_back else ERASED
 
     @property
     def done(self) -> int:

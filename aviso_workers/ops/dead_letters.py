@@ -136,13 +136,14 @@ class StoredDeadLetters:
 
     async def select(self, wanted: Selection) -> AsyncGenerator[DeadLetter, None]:
         """Yield the selected dead letters, one app after another, the oldest of an app first. A message that is not a
-        dead letter is reported as `Skipped`. Raises `DeclarationError` for an app of a name that none can have.
+        dead letter is reported as `Skipped`. Raises `DeclarationError` where an app is wanted of a name that
+        none can have.
         """
         apps = {app for app, _ in wanted.chosen}
         if not apps:
-            apps = {wanted.app} if wanted.app else {*await own_streams.apps_with(self._admin, DEAD_LETTERS)}
+            named = {agents.check_name("app", wanted.app)} if wanted.app else None
+            apps = named or {*await own_streams.apps_with(self._admin, DEAD_LETTERS)}
         for app in sorted(apps):
-            agents.check_name("app", app)
             async with aclosing(self._select_of(app, wanted)) as dead_letters:
                 async for dead_letter in dead_letters:
                     yield dead_letter

@@ -17,7 +17,7 @@ NO_ANSWERS = "violation for subscription to"
 
 
 class Denials:
-    """What was denied while a report was made, by the part of the report and the subject."""
+    """What was denied while a report was made, by the part of the report and the subject; and what nobody answered."""
 
     def __init__(self) -> None:
         self.found: set[tuple[str, str]] = set()

@@ -41,15 +41,13 @@ from aviso_workers.ops.health import UNKNOWN, AgentFacts
 from aviso_workers.ops.inventory import StoredMessage
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import asyncapi, dead_letter_records, own_streams
-from aviso_workers.state.audit_records import GIVEN_AGAIN, PASSED_OVER, Deed, Erased
+from aviso_workers.state.audit_records import ERASED, GIVEN_AGAIN, PASSED_OVER, RETURNED, Deed, Erased
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 from aviso_workers.state.failure_records import Retrying
 from aviso_workers.state.own_streams import DEAD_LETTERS, RETRIES
 
 ONCE = timedelta(minutes=2)
 """A notification that fails again within this time of its dead letter gets no other one: the duplicate window."""
-RETURNED = "handed back"
-"""What a retry does to the notifications of dead letters."""
 MAX_SCANNED = 3000
 """Messages among which outputs are looked for."""
 SCAN_SECONDS = 1.0
@@ -66,12 +64,12 @@ STATES = {
     "blocked": ("warn", "Not handled yet by {}: it ", "waits for somebody to decide"),
     "away": ("warn", "Not handled yet by {}: ", "waits until what it needs is there again"),
     "retrying": ("warn", "Not handled yet by {}: it ", "waits for its next attempt"),
-    "handed back": ("warn", "Not handled yet by {}: ", "waits for its retry"),
+    RETURNED: ("warn", "Not handled yet by {}: ", "waits for its retry"),
     "waits behind": ("warn", "Waits at {} behind ", "waits behind one of its key"),
     "waits": ("warn", "Waits at {}: ", "waits to be delivered"),
     "delayed": ("warn", "Not given to {} yet: ", "waits until it is due"),
     "never given": ("gone", "Never given to {}: ", ""),
-    "erased": ("gone", "Never handled by {}: ", ""),
+    ERASED: ("gone", "Never handled by {}: ", ""),
     PASSED_OVER: ("gone", "Passed over by {}: ", ""),
     "settled": ("", "Handled or passed over by {}: ", ""),
     "in flight, or settled": ("good", "Delivered to {}: ", ""),
@@ -121,8 +119,9 @@ class Kept(Struct, frozen=True, kw_only=True):
 
     @property
     def returned(self) -> Deed | None:
-        """The last action that has handed it back."""
-        return self._last(RETURNED)
+        """The last action that has handed it back, unless a reset has given it again since."""
+        returned = self._last(RETURNED)
+        return None if returned is not None and self._is_of_before(returned.time) else returned
 
     @property
     def letter(self) -> DeadLetter | None:
@@ -349,7 +348,7 @@ def _events(
         if (erased := of_agent.erased) is not None:
             # It is recorded before it is done.
             did = "would have erased" if last is not None and last.sequence == erased.sequence else "erased"
-            told = f"{did} dead letter {erased.sequence} of {name}{of_agent.why('erased', erased.time)}"
+            told = f"{did} dead letter {erased.sequence} of {name}{of_agent.why(ERASED, erased.time)}"
             found.append(Told(time=erased.time, whose=erased.by, told=told, tone="gone"))
         if (reset := of_agent.reset) is not None:
             past = "past it" if reset.how == PASSED_OVER else "to before it"
@@ -427,7 +426,8 @@ async def _kept(
     dead, back, unproved = dict[Agent, DeadLetter](), dict[Agent, tuple[HandedBack, ...]](), dict[str, str]()
     for app in sorted({each.facts.app for each in readers}):
         back |= await asked(denied, app, _handed_back(admin, app, message), {}, away=True)
-        unproved[app] = await asked(denied, app, _unproved(admin, app, records, _since(message)), "", away=True)
+        if not denied.text(ERASURES):
+            unproved[app] = await asked(denied, app, _unproved(admin, app, records, _since(message)), "", away=True)
         if any(each.facts.dead_letters != 0 for each in readers if each.facts.app == app):
             dead |= await asked(denied, app, _dead_letters(admin, app, message), {}, away=True)
     return {
@@ -436,7 +436,7 @@ async def _kept(
             returns=back.get(of, ()),
             erased=records.erased.get(of),
             deeds=tuple(records.deeds.get(of, ())),
-            unproved=unproved[of[0]],
+            unproved=unproved.get(of[0], ""),
         )
         for of in sorted({(each.facts.app, each.facts.agent) for each in readers})
     }
@@ -448,9 +448,8 @@ async def _unproved(admin: Admin, app: str, records: Records, since: datetime) -
     if (deed := records.purged.get(stream)) is not None:
         return f"{deed.by} purged dead letters of {app} at {time_text(deed.time)}, of which it may have been one"
     info = await inventory.existing(admin.stream_info(stream))
-    if info is None or info.messages == info.last_sequence or (records.first and records.is_whole):
-        return ""
-    if records.first and records.first <= since:
+    reaches_back = records.first is not None and (records.is_whole or records.first <= since)
+    if reaches_back or info is None or info.messages == info.last_sequence:
         return ""
     begin = f"begins at {time_text(records.first)}" if records.first else "is not there any more"
     return f"dead letters of {app} were removed, of which it may have been one, and the record of that {begin}"
@@ -503,7 +502,7 @@ def fate(
         return told(state="dead letter", why=why, error=dead.error, dead_letter=dead.sequence)
     if (erased := kept.erasure) is not None:
         why = f"its dead letter {erased.sequence} was erased at {time_text(erased.time)} by {erased.by}"
-        return told(state="erased", why=why)
+        return told(state=ERASED, why=why)
     if facts.consumer is None:
         is_unknown = health.judgement.state == UNKNOWN
         return told(state=UNKNOWN if is_unknown else "not handled", why=_text(health))
@@ -543,14 +542,14 @@ def _after_handing_back(health: AgentHealth, back: HandedBack) -> tuple[str, str
     """Return what the consumer of the retries says of a copy, of which no dead letter is kept."""
     retries = health.facts.retries
     if not isinstance(retries, ConsumerInfo):
-        return "handed back", f"{back.text}; whether it was handled since is not known: nothing reads the retries"
+        return RETURNED, f"{back.text}; whether it was handled since is not known: nothing reads the retries"
     if back.sequence <= retries.settled:
         return HANDLED, f"{back.text}, and settled since; it has not become a dead letter again"
     if back.sequence <= retries.position:
-        return "handed back", f"{back.text}, and delivered; it is not settled yet, as far as is known"
+        return RETURNED, f"{back.text}, and delivered; it is not settled yet, as far as is known"
     if retries.paused_until is not None:
-        return "handed back", f"{back.text}, and waits: its agent is paused until {end_text(retries.paused_until)}"
-    return "handed back", f"{back.text}, and waits: {retries.num_pending} retries wait; {_text(health)}"
+        return RETURNED, f"{back.text}, and waits: its agent is paused until {end_text(retries.paused_until)}"
+    return RETURNED, f"{back.text}, and waits: {retries.num_pending} retries wait; {_text(health)}"
 
 
 def _by_position(
@@ -574,15 +573,14 @@ def _by_position(
         )
     if "window" in policy:
         return "counted", f"{until}: it counts in the windows of the agent ({policy['window']})"
-    if kept.dead is not None or (reset is not None and reset.how == GIVEN_AGAIN):
-        assert reset is not None
-        of_before = f"; dead letter {kept.dead.sequence} is of the time before" if kept.dead is not None else ""
-        return HANDLED, f"{until}, since {reset.by} reset the agent to before it at {time_text(reset.begun)}{of_before}"
     if returned is not None:
         by = f"by {returned.by} at {time_text(returned.time)}"
         return "settled", f"{until}; it was handed back {by}, and what became of it since is not kept any more"
-    if kept.unproved:
+    if kept.unproved and kept.dead is None:
         return "settled", f"{until}, and no dead letter of it is kept; {kept.unproved}"
+    if reset is not None and reset.how == GIVEN_AGAIN:
+        of_before = f"; dead letter {kept.dead.sequence} is of the time before" if kept.dead is not None else ""
+        return HANDLED, f"{until}, since {reset.by} reset the agent to before it at {time_text(reset.begun)}{of_before}"
     return HANDLED, f"{until}, no dead letter of it is kept, and none was erased"
 
 

@@ -32,6 +32,8 @@ DEAD_LETTERS = "dead letters"
 """What actions on many of them are recorded to be done to."""
 PASSED_OVER, GIVEN_AGAIN = "passed over", "given again"
 """What a reset does to notifications of its agent."""
+RETURNED, ERASED = "handed back", "erased"
+"""What is done to dead letters, and so to their notifications."""
 PURGED = "purged"
 """How a purge begins to say what it does."""
 MAX_RANGES = 1000

@@ -16,6 +16,7 @@ from aviso_workers.aviso.literals import time_text
 from aviso_workers.aviso.positions import Position
 from aviso_workers.errors import DeniedError, NotFoundError
 from aviso_workers.events import Events
+from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import agent_control, agent_report, audit, aviso_admin, maintenance, snapshots, story
 from aviso_workers.ops.agent_control import AgentConsumer
 from aviso_workers.ops.audit import AffectedLetters, Audit, Operator
@@ -23,6 +24,7 @@ from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.ops.story import Story
 from aviso_workers.server import NatsServer
 from aviso_workers.state import own_streams
+from aviso_workers.state.audit_records import RETURNED
 from aviso_workers.state.own_streams import AUDIT, DEAD_LETTERS, RETRIES
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
@@ -359,6 +361,38 @@ async def test_what_may_have_been_a_dead_letter_that_is_not_kept_is_not_said_to_
             assert said in await until(app, name, "index", "settled")
 
 
+async def test_a_record_that_may_not_be_read_is_not_said_to_be_gone(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such field")
+
+    async def denied(*_: object, **__: object) -> None:
+        raise DeniedError("STREAM.INFO.aviso_workers_audit: permissions violation")
+
+    async with app.running():
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "dead letter")
+        await letters(app, erase=True)
+        monkeypatch.setattr(audit, "of_notification", denied)
+        why = await until(app, "mars@1", "index", "unknown")
+        assert "the server denies our user STREAM.INFO.aviso_workers_audit" in why
+        assert "is not there any more" not in why
+
+
+async def test_a_stream_of_another_name_hides_no_dead_letters(app: App) -> None:
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def index(notification: Notification[Any]) -> None:
+        raise ValueError("no such field")
+
+    async with app.running():
+        await app.session.admin.create_stream(
+            StreamSpec(name=own_streams.of_app(DEAD_LETTERS, "\u00e9t\u00e9"), subjects=("odd",))
+        )
+        await publish(app, 1)
+        await until(app, "mars@1", "index", "dead letter")
+        await letters(app)
+
+
 async def test_one_that_was_handed_back_and_whose_copy_is_gone_is_not_said_to_be_handled(app: App) -> None:
     @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
@@ -370,13 +404,7 @@ async def test_one_that_was_handed_back_and_whose_copy_is_gone_is_not_said_to_be
         await publish(app, 1)
         await until(app, "mars@1", "index", "dead letter")
         await agent_control.pause(admin, agent)
-        dead = await StoredDeadLetters(admin, events=Events()).get(1, "field")
-        async with Audit(admin, app.config, warn=pytest.fail).recorded(ANNA, "retry", "dead letters") as result:
-            await letters(app)
-            letters_ = AffectedLetters()
-            letters_.note(dead)
-            result.affected = letters_.records("handed back")
-        await admin.purge_stream(own_streams.of_app(RETRIES, "field"))
+        await handed_back_and_purged(app)
         why = await until(app, "mars@1", "index", "settled")
         assert f"it was handed back by {ANNA}, by command at 20" in why
 
@@ -486,6 +514,16 @@ async def test_what_an_agent_was_reset_past_is_passed_over(app: App) -> None:
         await until(app, "mars@3", "index", "handled")
 
 
+async def handed_back_and_purged(app: App) -> None:
+    """Hand dead letter 1 back, as a command records it, and remove its copy."""
+    admin, affected = app.session.admin, AffectedLetters()
+    affected.note(await StoredDeadLetters(admin, events=Events()).get(1, "field"))
+    async with Audit(admin, app.config, warn=pytest.fail).recorded(ANNA, "retry", "dead letters") as result:
+        await letters(app)
+        result.affected = affected.records(RETURNED)
+    await admin.purge_stream(own_streams.of_app(RETRIES, "field"))
+
+
 async def test_what_a_reset_has_given_again_is_handled_although_its_dead_letter_is_kept(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +545,10 @@ async def test_what_a_reset_has_given_again_is_handled_although_its_dead_letter_
         assert why.endswith("; dead letter 1 is of the time before")
         assert happened(await told(app, "mars@1"))[-1] == (f"{ANNA}, by command", "reset field/index to before it")
         await until(app, "mars@1", "index", "dead letter")  # which so soon after it may be of the time since
+        await agent_control.pause(app.session.admin, AgentConsumer(app="field", agent="index", stream="MARS"))
+        await handed_back_and_purged(app)
+        monkeypatch.setattr(story, "ONCE", timedelta(0))
+        assert "it was handed back by" in await until(app, "mars@1", "index", "settled"), "after the reset"
 
 
 async def reset(app: App, agent: AgentConsumer, *, to: int) -> None:
