@@ -295,8 +295,7 @@ async def _act_on(
     shown, at most `rate` of them a second.
     """
     done = RETURNED if act is StoredDeadLetters.retry else ERASED
-    count, refused, affected = 0, list[RefusedError](), AffectedLetters()
-    others = ""
+    count, others, refused, affected = 0, "", list[RefusedError](), AffectedLetters()
     try:
         with counted(done, len(found)) as advance:
 

@@ -200,8 +200,9 @@ def which(chosen: Chosen) -> list[str]:
         for stream, (first, last) in chosen.notifications.items()
     ]
     common = chosen.causes[0].common if len(chosen.causes) == 1 else ""
-    begin = "It is" if len(chosen.times) == 1 else "They are"
-    return [f"{begin} of {', '.join(of)}" + (f", {common}." if common else ".")]
+    return [
+        f"{'It is' if len(chosen.times) == 1 else 'They are'} of {', '.join(of)}" + (f", {common}." if common else ".")
+    ]
 
 
 def address(fields: Mapping[str, str]) -> str:
