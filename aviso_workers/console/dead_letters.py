@@ -199,10 +199,8 @@ def which(chosen: Chosen) -> list[str]:
         f"{stream}@{first} to @{last}" if first < last else f"{stream}@{first}"
         for stream, (first, last) in chosen.notifications.items()
     ]
-    common = chosen.causes[0].common if len(chosen.causes) == 1 else ""
-    return [
-        f"{'It is' if len(chosen.times) == 1 else 'They are'} of {', '.join(of)}" + (f", {common}." if common else ".")
-    ]
+    common = f", {chosen.causes[0].common}" if len(chosen.causes) == 1 and chosen.causes[0].common else ""
+    return [f"{'It is' if len(chosen.times) == 1 else 'They are'} of {', '.join(of)}{common}."]
 
 
 def address(fields: Mapping[str, str]) -> str:
