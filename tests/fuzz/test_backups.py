@@ -46,7 +46,9 @@ def state(size: int) -> dict[str, object]:
 
 def contents(size: int) -> bytes:
     head = archive.encode(archive.STATE, json.dumps(state(size)).encode(), timestamp_ns=1)
-    consumer = archive.encode(b"consumers/index", b'{"config":{},"state":{"delivered":{}}}', timestamp_ns=1)
+    consumer = archive.encode(
+        b"consumers/index", b'{"config":{},"state":{"delivered":{"stream_seq":0}}}', timestamp_ns=1
+    )
     return b"".join((archive.MAGIC, head, consumer, message(1), message(2), message(3), archive.END))
 
 

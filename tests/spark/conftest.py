@@ -71,6 +71,8 @@ def start_spark(python: Path) -> Iterator[Callable[..., SparkSession]]:
     """`start_spark(directory, {"spark.…": …})`: a new application whose event log is in `directory`; stop it."""
 
     def start_spark(event_logs: Path, settings: dict[str, str]) -> SparkSession:
+        if (left := SparkSession._instantiatedSession) is not None:  # that of any thread
+            left.stop()  # a test that failed left it, and the new one would keep its settings
         event_logs.mkdir(exist_ok=True)
         builder = SparkSession.builder.master("local[2]").appName("aviso-workers tests")
         logging = {"spark.eventLog.enabled": "true", "spark.eventLog.dir": event_logs.as_uri()}

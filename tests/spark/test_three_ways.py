@@ -35,7 +35,7 @@ import sys
 from pyspark.sql import SparkSession
 spark = SparkSession.builder.master("local[2]").getOrCreate()
 for _ in range(3):
-    spark.sparkContext.parallelize([1, 2]).count()
+    spark.range(2).count()
 rows = spark.readStream.format("rate").load().writeStream.format("noop")
 query = rows.option("checkpointLocation", sys.argv[1]).trigger(processingTime="200 milliseconds").start()
 while len(query.recentProgress) < 2:
@@ -137,7 +137,7 @@ async def test_counts_agree_three_ways(
 def work(spark: SparkSession, directory: Path) -> None:
     """Jobs, some of which fail, and two streaming queries, one of which fails."""
     for _ in range(JOBS - FAILING):
-        assert spark.sparkContext.parallelize([1, 2, 3], 2).count() == 3
+        assert spark.range(3).count() == 3
     for _ in range(FAILING):
         with pytest.raises(PySparkException, match="boom"):
             spark.sql("SELECT raise_error('boom')").collect()

@@ -96,6 +96,9 @@ class StoredConsumer(Struct, frozen=True):
     state: dict[str, Any]
     config: _ConsumerConfig = _ConsumerConfig()
 
+    def __post_init__(self) -> None:
+        _ = self.progress  # raises where the state is none
+
     @property
     def progress(self) -> ConsumerProgress:
         return msgspec.convert(self.state, ConsumerProgress)

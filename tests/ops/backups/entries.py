@@ -15,7 +15,7 @@ from aviso_workers.ops.backups.storage import Backup, Draft, new_record, place_o
 
 TIME = "2026-01-01T00:00:00Z"
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
-CONSUMER = archive.encode(b"consumers/index", b'{"config":{},"state":{"delivered":{}}}', timestamp_ns=1)
+CONSUMER = archive.encode(b"consumers/index", b'{"config":{},"state":{"delivered":{"stream_seq":0}}}', timestamp_ns=1)
 
 
 def message(sequence: int, body: bytes, *, subject: bytes = b"mars.od.1") -> bytes:

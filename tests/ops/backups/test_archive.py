@@ -157,3 +157,12 @@ def test_a_time_of_more_than_64_bits_is_malformed() -> None:
     data = archive.MAGIC + b"\x00" + b"\xff" * 9 + b"\x02" + bytes(3) + archive.END
     with pytest.raises(MalformedError, match="more than 64 bits"):
         list(archive.entries(io.BytesIO(b"".join(s2.written([data])))))
+
+
+@pytest.mark.parametrize("stored", [b"{", b"{}", b'{"state": {}}', b'{"state": {"delivered": 3}}'])
+def test_a_consumer_that_is_none_says_which(stored: bytes) -> None:
+    raw = archive.encode(b"consumers/field__index", stored, timestamp_ns=0)
+    at = raw.index(stored)
+    entry = archive.ArchiveEntry(b"consumers/field__index", 0, 0, raw, header_at=at, body_at=at)
+    with pytest.raises(MalformedError, match="^consumer field__index: "):
+        archive.consumer(entry)
