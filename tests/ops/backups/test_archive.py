@@ -164,5 +164,5 @@ def test_a_consumer_that_is_none_says_which(stored: bytes) -> None:
     raw = archive.encode(b"consumers/field__index", stored, timestamp_ns=0)
     at = raw.index(stored)
     entry = archive.ArchiveEntry(b"consumers/field__index", 0, 0, raw, header_at=at, body_at=at)
-    with pytest.raises(MalformedError, match="^consumer field__index: "):
+    with pytest.raises(MalformedError, match=r"^consumer field__index: "):
         archive.consumer(entry)
