@@ -269,54 +269,62 @@ def instead(name: str, values: str) -> dict[str, str]:
     return {series: values}
 
 
+EVERYDAY = ("AvisoWorkerDown", "AvisoAgentNeedsSomebody", "AvisoDeadLetters")
+"""Those that are tried in every run: each try evaluates the rules of an hour."""
+
+
+def tried(alert: str, *further: object) -> object:
+    return pytest.param(alert, *further, marks=() if alert in EVERYDAY else pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("alert", "unhealthy"),
     [
         ("", {}),
-        ("AvisoWorkerDown", instead("up", "0x60")),
-        ("AvisoWorkerDisconnected", instead("aviso_worker_connected", "0x60")),
-        ("AvisoWorkerNotReady", instead("aviso_worker_ready", "0x60")),
-        ("AvisoWorkerLoopBlocked", instead("aviso_worker_loop_lag_seconds", "7x60")),
-        (
+        tried("AvisoWorkerDown", instead("up", "0x60")),
+        tried("AvisoWorkerDisconnected", instead("aviso_worker_connected", "0x60")),
+        tried("AvisoWorkerNotReady", instead("aviso_worker_ready", "0x60")),
+        tried("AvisoWorkerLoopBlocked", instead("aviso_worker_loop_lag_seconds", "7x60")),
+        tried(
             "AvisoProcessCrashing",
             {f'aviso_worker_process_exits_total{{{OF_WORKER}, process="1", ending="crashed"}}': "0+1x60"},
         ),
-        ("AvisoAgentNeedsSomebody", instead("aviso_observer_agent_needs_somebody", "1x60")),
-        ("", instead("aviso_observer_agent_needs_somebody", "0x50 1x5 0x5")),
-        ("AvisoWorkerRestarts", instead("aviso_worker_start_timestamp_seconds", "0+60x60")),
-        ("AvisoPullErrors", instead("aviso_worker_pull_errors_total", "0+1x60")),
-        ("AvisoConsumerRecreated", instead("aviso_worker_consumer_recreations_total", "0x50 1x10")),
-        ("AvisoConsumerRecreated", instead("aviso_worker_consumer_recreations_total", "_x50 1x10")),
-        ("", instead("aviso_worker_consumer_recreations_total", "_x30 1x30")),
-        ("AvisoStreamNearlyFull", instead("aviso_observer_stream_used_ratio", "0.95x60")),
-        ("AvisoServersUnhealthy", instead('aviso_doctor_check{code="JS044"', "1x60")),
-        ("AvisoDoctorFails", instead('aviso_doctor_findings{code="JS042", state="fail"', "1x60")),
-        ("AvisoDoctorMissing", instead("aviso_doctor_last_run_timestamp_seconds", "-900x60")),
-        ("AvisoDoctorMissing", instead("aviso_doctor_last_run_timestamp_seconds", "_x60")),
-        ("AvisoDeadLetters", instead("aviso_worker_dead_letters_total", "0x50 1x10")),
-        ("AvisoDeadLetters", instead("aviso_observer_dead_letters", "3x50 4x10")),
-        ("AvisoDeadLettersRefused", {f'{RETRIES}"dead_letter_failed"}}': "0+1x60"}),
-        ("AvisoDeadLettersRefused", instead("aviso_worker_dead_letters_refused", "0x50 1x10")),
-        ("AvisoLeaderHindered", instead("aviso_worker_leader_hindered", "1x60")),
-        ("AvisoForeignAnswers", instead("aviso_worker_foreign_answers_total", "0x50 1x10")),
-        ("AvisoForgedMessages", instead("aviso_worker_foreign_total", "0x50 1x10")),
-        ("", instead("aviso_worker_outage", "1x60")),
-        ("AvisoNotReadAgain", instead("aviso_worker_not_read_again", "1x60")),
-        ("AvisoTimerFails", {FAILED_TICKS: "3x50 4x10"}),
-        ("AvisoTaskFails", instead(FAILED_TASK, "0x50 1x10")),
-        ("AvisoWindowsFail", instead("aviso_worker_windows_total", "0x50 1x10")),
-        ("AvisoNotificationsMissed", instead("aviso_worker_missed_total", "0x50 1x10")),
-        ("AvisoRetriesRising", {f'{RETRIES}"RuntimeError"}}': "0+90x60"}),
-        ("", {f'{RETRIES}"{reason}"}}': "0+300x60" for reason in ("other_version", "unavailable", "uncounted")}),
-        ("AvisoPublishingFails", instead("aviso_worker_published_total", "0x50 1x10")),
-        ("AvisoSparkDirectoryMissing", instead("aviso_spark_events_directory_missing", "1x60")),
-        ("AvisoSparkSearchStopped", instead("aviso_spark_events_last_search_timestamp_seconds", "600x60")),
-        ("AvisoSparkSearchStopped", instead("aviso_spark_events_last_search_timestamp_seconds", "_x60")),
-        ("AvisoSparkLogsBehind", instead("aviso_spark_events_oldest_unpublished_age_seconds", "0+60x60")),
-        ("AvisoSparkLogsIncomplete", instead("aviso_spark_events_incomplete_logs", "0x55 1x1 0x4")),
-        ("AvisoSparkApplicationsLost", instead("aviso_spark_events_lost_applications", "3x50 4x10")),
-        ("AvisoObserverBlind", instead("aviso_observer_last_poll_timestamp_seconds", "600x60")),
-        ("AvisoObserverBlind", instead("aviso_observer_last_poll_timestamp_seconds", "_x60")),
+        tried("AvisoAgentNeedsSomebody", instead("aviso_observer_agent_needs_somebody", "1x60")),
+        tried("", instead("aviso_observer_agent_needs_somebody", "0x50 1x5 0x5")),
+        tried("AvisoWorkerRestarts", instead("aviso_worker_start_timestamp_seconds", "0+60x60")),
+        tried("AvisoPullErrors", instead("aviso_worker_pull_errors_total", "0+1x60")),
+        tried("AvisoConsumerRecreated", instead("aviso_worker_consumer_recreations_total", "0x50 1x10")),
+        tried("AvisoConsumerRecreated", instead("aviso_worker_consumer_recreations_total", "_x50 1x10")),
+        tried("", instead("aviso_worker_consumer_recreations_total", "_x30 1x30")),
+        tried("AvisoStreamNearlyFull", instead("aviso_observer_stream_used_ratio", "0.95x60")),
+        tried("AvisoServersUnhealthy", instead('aviso_doctor_check{code="JS044"', "1x60")),
+        tried("AvisoDoctorFails", instead('aviso_doctor_findings{code="JS042", state="fail"', "1x60")),
+        tried("AvisoDoctorMissing", instead("aviso_doctor_last_run_timestamp_seconds", "-900x60")),
+        tried("AvisoDoctorMissing", instead("aviso_doctor_last_run_timestamp_seconds", "_x60")),
+        tried("AvisoDeadLetters", instead("aviso_worker_dead_letters_total", "0x50 1x10")),
+        tried("AvisoDeadLetters", instead("aviso_observer_dead_letters", "3x50 4x10")),
+        tried("AvisoDeadLettersRefused", {f'{RETRIES}"dead_letter_failed"}}': "0+1x60"}),
+        tried("AvisoDeadLettersRefused", instead("aviso_worker_dead_letters_refused", "0x50 1x10")),
+        tried("AvisoLeaderHindered", instead("aviso_worker_leader_hindered", "1x60")),
+        tried("AvisoForeignAnswers", instead("aviso_worker_foreign_answers_total", "0x50 1x10")),
+        tried("AvisoForgedMessages", instead("aviso_worker_foreign_total", "0x50 1x10")),
+        tried("", instead("aviso_worker_outage", "1x60")),
+        tried("AvisoNotReadAgain", instead("aviso_worker_not_read_again", "1x60")),
+        tried("AvisoTimerFails", {FAILED_TICKS: "3x50 4x10"}),
+        tried("AvisoTaskFails", instead(FAILED_TASK, "0x50 1x10")),
+        tried("AvisoWindowsFail", instead("aviso_worker_windows_total", "0x50 1x10")),
+        tried("AvisoNotificationsMissed", instead("aviso_worker_missed_total", "0x50 1x10")),
+        tried("AvisoRetriesRising", {f'{RETRIES}"RuntimeError"}}': "0+90x60"}),
+        tried("", {f'{RETRIES}"{reason}"}}': "0+300x60" for reason in ("other_version", "unavailable", "uncounted")}),
+        tried("AvisoPublishingFails", instead("aviso_worker_published_total", "0x50 1x10")),
+        tried("AvisoSparkDirectoryMissing", instead("aviso_spark_events_directory_missing", "1x60")),
+        tried("AvisoSparkSearchStopped", instead("aviso_spark_events_last_search_timestamp_seconds", "600x60")),
+        tried("AvisoSparkSearchStopped", instead("aviso_spark_events_last_search_timestamp_seconds", "_x60")),
+        tried("AvisoSparkLogsBehind", instead("aviso_spark_events_oldest_unpublished_age_seconds", "0+60x60")),
+        tried("AvisoSparkLogsIncomplete", instead("aviso_spark_events_incomplete_logs", "0x55 1x1 0x4")),
+        tried("AvisoSparkApplicationsLost", instead("aviso_spark_events_lost_applications", "3x50 4x10")),
+        tried("AvisoObserverBlind", instead("aviso_observer_last_poll_timestamp_seconds", "600x60")),
+        tried("AvisoObserverBlind", instead("aviso_observer_last_poll_timestamp_seconds", "_x60")),
     ],
 )
 def test_an_alert_fires_when_it_should_and_alone(alert: str, unhealthy: dict[str, str], tmp_path: Path) -> None:
@@ -357,13 +365,9 @@ NEW = {
     "AvisoObserverBlind": {"aviso_observer_last_poll_timestamp_seconds": "_x50 600x10"},
 }
 """By alert, its series as it begins in the last ten minutes or so, already with what the alert is about."""
-EVERYDAY = ("AvisoWorkerDown", "AvisoAgentNeedsSomebody", "AvisoDeadLetters")
-"""Those that are tried in every run: each try evaluates the rules of an hour."""
 
 
-@pytest.mark.parametrize(
-    "alert", [pytest.param(alert, marks=() if alert in EVERYDAY else pytest.mark.slow) for alert in NEW]
-)
+@pytest.mark.parametrize("alert", [*map(tried, NEW)])
 def test_an_alert_fires_for_a_series_that_has_just_begun(alert: str, tmp_path: Path) -> None:
     ((name, values),) = NEW[alert].items()
     fires_alone(alert, HEALTHY | instead(name, values), tmp_path, at="1h")
