@@ -108,7 +108,13 @@ def _using(modules: tuple[str, ...]) -> list[Path]:
     """Return the files that import one of these modules, and are none of them."""
     wanted = {f"aviso_workers.{module}" for module in modules}
     own = {Path(f"{name.replace('.', '/')}.py") for name in wanted}
-    return [path for path, tree in _trees().items() if path not in own and wanted & set(_imported(tree))]
+    return [path for path, names in _imports().items() if path not in own and wanted & names]
+
+
+@cache
+def _imports() -> dict[Path, set[str]]:
+    """Return the names that each module imports."""
+    return {path: {*_imported(tree)} for path, tree in _trees().items()}
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
