@@ -7,7 +7,8 @@ in `maintenance`, and what concerns the configuration in `stream_policy`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -259,3 +260,30 @@ def ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
         last = sequence
     if last > 0:
         yield first, last
+
+
+async def messages_between(admin: Admin, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
+    """Yield the messages of a stream between two sequences; none where the stream is known to end before."""
+    if after >= last:
+        return
+    reading = admin.read(stream, filter_subjects=(), start_sequence=after + 1, last_sequence=last)
+    async with aclosing(reading):
+        async for message in reading:
+            yield message
+
+
+async def side_by_side(
+    ours: AsyncIterator[Message], theirs: AsyncIterator[Message]
+) -> AsyncIterator[tuple[Message | None, Message | None]]:
+    """Yield the messages of two streams in pairs by sequence, with None where one of them has no such message."""
+    one, other = await anext(ours, None), await anext(theirs, None)
+    while one or other:
+        if other is None or (one is not None and one.sequence < other.sequence):
+            yield one, None
+            one = await anext(ours, None)
+        elif one is None or other.sequence < one.sequence:
+            yield None, other
+            other = await anext(theirs, None)
+        else:
+            yield one, other
+            one, other = await anext(ours, None), await anext(theirs, None)

@@ -35,16 +35,7 @@ from aviso_workers import http_answers
 from aviso_workers.config import Config, Server
 from aviso_workers.config.nats_server import LOOPBACK, Cluster
 from aviso_workers.errors import ServerProcessError
-from aviso_workers.server import (
-    find_binary,
-    last_error,
-    nats_conf,
-    profiles,
-    readiness,
-    start_tied,
-    store,
-    store_swap,
-)
+from aviso_workers.server import find_binary, last_error, nats_conf, profiles, readiness, start_tied, store
 from aviso_workers.server.readiness import Tell
 from aviso_workers.server.store import Asset
 
@@ -137,7 +128,7 @@ def start(
     server, choices = profiles.choose(config, profile="development")
     try:
         with alone(directory):
-            for each in store_swap.finish(directory):
+            for each in store.finish_swap(directory):
                 before = f"{each.previous} the one before"
                 tell(f"{each.place} is the new store, {before}: `server rotate-key` was interrupted")
             places = in_stores or stores(server, directory=directory, nodes=nodes)

@@ -13,7 +13,7 @@ import pytest
 from aviso_workers import App
 from aviso_workers.backends import Administration, Message
 from aviso_workers.errors import RefusedError, UnavailableError
-from aviso_workers.ops import backups, consumer_positions, mirror_histories, mirrors, promotion
+from aviso_workers.ops import backups, consumer_positions, mirrors, promotion
 from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.server import NatsServer
 from tests.waits import PATIENCE_SECONDS
@@ -124,7 +124,7 @@ async def test_an_origin_that_was_restored_whole_is_the_same_history(pair: Pair,
 async def test_an_origin_without_a_common_message_is_judged_by_its_creation(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror_histories, "CLOCKS", timedelta(0))
+    monkeypatch.setattr(mirrors, "CLOCKS", timedelta(0))
     await pair.make_origin(10)
     await pair.make_mirror()
     await pair.caught_up(10)
@@ -136,7 +136,7 @@ async def test_an_origin_without_a_common_message_is_judged_by_its_creation(
 async def test_a_mirror_that_was_emptied_lacks_what_a_new_origin_holds(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror_histories, "CLOCKS", timedelta(0))
+    monkeypatch.setattr(mirrors, "CLOCKS", timedelta(0))
     await pair.make_origin(10)
     await pair.make_mirror()
     await pair.caught_up(10)
@@ -146,7 +146,7 @@ async def test_a_mirror_that_was_emptied_lacks_what_a_new_origin_holds(
 
 
 async def test_a_mirror_that_keeps_less_than_its_origin_is_well(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_histories, "CLOCKS", timedelta(0))
+    monkeypatch.setattr(mirrors, "CLOCKS", timedelta(0))
     await pair.make_origin(10)
     await pair.make_mirror(max_msgs=4)
     await pair.caught_up(10)

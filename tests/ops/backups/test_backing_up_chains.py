@@ -11,7 +11,7 @@ import pytest
 
 from aviso_workers.backends.jetstream.snapshots import JetStreamSnapshots
 from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError, StreamReplacedError, UnavailableError
-from aviso_workers.ops import backups, stream_pairs
+from aviso_workers.ops import backups, inventory
 from aviso_workers.ops.backups import archive, chains, completion, increments, prefetch, s2, storage
 from aviso_workers.ops.backups.prefetch import Prefetch
 from aviso_workers.ops.backups.s2 import Readable
@@ -180,7 +180,7 @@ async def test_what_was_read_beside_a_snapshot_is_the_same_in_the_next_one(site:
     first = await backups.create(site.app.session.admin, "MARS", tmp_path)
     with chains.opened_own_entries(first, None) as entries:
         stored = [entry.raw for entry in entries if entry.sequence]
-    for read in (stream_pairs.read, completion._one_by_one):
+    for read in (inventory.messages_between, completion._one_by_one):
         assert [
             completion._encoded(each) async for each in read(site.app.session.admin, "MARS", after=0, last=20)
         ] == stored
