@@ -23,7 +23,7 @@ from aviso_workers.backends import Administration, Chunk, Message
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import Cluster, Replica, StreamConfig, StreamInfo
 from aviso_workers.ops import backups
-from aviso_workers.ops.erasure import Eraser, Survey, deletion, suspects
+from aviso_workers.ops.erasure import Eraser, Survey, erase, suspects
 from aviso_workers.server import NatsServer
 from aviso_workers.state import consumer_records, orders
 from tests.stories.processes import cluster
@@ -642,16 +642,16 @@ class Replicas:
 
 async def test_a_replica_that_has_not_carried_out_what_it_has_received_is_waited_for() -> None:
     cluster: Any = Replicas(late=[9, 8])
-    assert await deletion.not_current(cluster, "MARS", ()) == []
+    assert await erase.not_current(cluster, "MARS", ()) == []
     assert cluster.late == []
 
 
 async def test_a_replica_that_does_not_come_to_hold_what_its_leader_holds_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deletion, "WITHIN_SECONDS", 0.5)
+    monkeypatch.setattr(erase, "WITHIN_SECONDS", 0.5)
     cluster: Any = Replicas(late=[9] * 1000)
-    assert await deletion.not_current(cluster, "MARS", ()) == ["n-3"]
+    assert await erase.not_current(cluster, "MARS", ()) == ["n-3"]
 
 
 async def test_what_was_purged_before_is_told(place: Place) -> None:

@@ -39,11 +39,9 @@ from aviso_workers.ops import agent_inventory, backups, denials, snapshots
 from aviso_workers.ops.agent_inventory import Recorded, RunAlone
 from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.denials import Denials
-from aviso_workers.ops.doctor import divergence, monitoring_port, replicas
-from aviso_workers.ops.doctor.answers import Advisory, ConnectedServer
-from aviso_workers.ops.doctor.divergence import Looks
-from aviso_workers.ops.doctor.monitoring_port import Monitored
-from aviso_workers.ops.doctor.replicas import Groups
+from aviso_workers.ops.doctor import monitoring_port, replicas
+from aviso_workers.ops.doctor.monitoring_port import Advisory, ConnectedServer, Monitored
+from aviso_workers.ops.doctor.replicas import Groups, Looks
 from aviso_workers.ops.health import Unknown
 from aviso_workers.ops.inventory import existing
 from aviso_workers.ops.mirrors import Link, Mirrors
@@ -391,7 +389,7 @@ class _Requests:
                 [*unreachable.values(), f"no monitoring port of {', '.join(sorted(missing))} answers{cure}"]
             )
         monitors = {one.name: one.url for one in found}
-        looks = await divergence.look_twice(monitors, of.account) if of.account else None
+        looks = await replicas.look_twice(monitors, of.account) if of.account else None
         return {"monitored": tuple(found), "unreachable": unreachable if named else {}, "looks": looks}
 
 

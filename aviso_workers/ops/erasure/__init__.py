@@ -2,7 +2,7 @@
 
 Called by the command `erase`; `backup cleanse` goes by the same rules and by the record that an erasure leaves.
 `copies` says which messages are copies of what is to be erased, `suspects` which tables, windows and counters may hold
-something of it, `deletion` paces the deletions, `records` writes what was done, and `erase` puts them together.
+something of it, `records` writes what was done, and `erase` puts them together.
 """
 
 from __future__ import annotations
