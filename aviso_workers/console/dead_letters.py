@@ -34,7 +34,7 @@ from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import agent_inventory, aviso_admin, inventory, worker_health
 from aviso_workers.ops.audit import Audit, Operator
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, portions
-from aviso_workers.ops.denials import Denials, asked, noted
+from aviso_workers.ops.inventory import Denials, asked, noted
 from aviso_workers.state import dead_letter_records, own_streams, worker_records
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 from aviso_workers.state.own_streams import DEAD_LETTERS

@@ -18,8 +18,8 @@ from aviso_workers.console.history import Rates, Recent
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError, describe
 from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, reports, snapshots, worker_health
 from aviso_workers.ops.agent_report import AgentHealth, AgentRow
-from aviso_workers.ops.denials import asked, noted
 from aviso_workers.ops.health import AgentFacts, Judgement, Unknown
+from aviso_workers.ops.inventory import asked, noted
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import own_streams

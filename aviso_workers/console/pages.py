@@ -21,9 +21,9 @@ from aviso_workers.errors import BackendError, InvalidPositionError, NotFoundErr
 from aviso_workers.ops import aviso_admin, story, stream_policy, timer_control, worker_health
 from aviso_workers.ops import doctor as doctor_
 from aviso_workers.ops.audit import MOST_READ, Period
-from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.doctor import output
 from aviso_workers.ops.health import STATES, Judgement
+from aviso_workers.ops.inventory import Denials, asked
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.timer_control import paused_text, run_text
 from aviso_workers.state import asyncapi, lease_records, timer_records

@@ -19,7 +19,7 @@ from aviso_workers.declare import agents as agents_
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.specs import OURS
 from aviso_workers.ops import inventory
-from aviso_workers.ops.denials import Denials, asked
+from aviso_workers.ops.inventory import Denials, asked
 from aviso_workers.state import (
     consumer_records,
     dead_letter_records,

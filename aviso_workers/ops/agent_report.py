@@ -24,8 +24,8 @@ from aviso_workers.jetstream.info import ConsumerConfig, StreamInfo
 from aviso_workers.jetstream.specs import BUCKET, OURS
 from aviso_workers.ops import agent_inventory, aviso_admin, health, worker_health
 from aviso_workers.ops.agent_inventory import Recorded
-from aviso_workers.ops.denials import asked
 from aviso_workers.ops.health import AgentFacts, Judgement, Unknown, failing_text
+from aviso_workers.ops.inventory import asked
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import own_streams
 from aviso_workers.state.consumer_records import ConsumerRecord

@@ -42,8 +42,8 @@ from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig
 from aviso_workers.ops import consumer_positions
 from aviso_workers.ops.backups import Contents, Drill, archive, read_back
+from aviso_workers.ops.backups.chains import read_contents
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
-from aviso_workers.ops.backups.verification import read_contents
 from aviso_workers.ops.consumer_positions import StreamPlace
 from aviso_workers.server import processes, profiles, store
 from aviso_workers.server.processes import Node

@@ -9,7 +9,7 @@ receives snapshots is the backend's business.
 from __future__ import annotations
 
 from aviso_workers.ops.backups.archive import Takes
-from aviso_workers.ops.backups.chains import chain, newest, restorable, size
+from aviso_workers.ops.backups.chains import Contents, chain, newest, restorable, size, verify
 from aviso_workers.ops.backups.cleansing import (
     CleansePlan,
     Forgotten,
@@ -38,7 +38,6 @@ from aviso_workers.ops.backups.sets import (
 from aviso_workers.ops.backups.sets import find as sets_in
 from aviso_workers.ops.backups.sets import unfinished as unfinished_sets
 from aviso_workers.ops.backups.storage import Backup, BackupRecord, Progress, find, load, places
-from aviso_workers.ops.backups.verification import Contents, verify
 
 __all__ = [
     "Backup",

@@ -1,6 +1,6 @@
 """The archive of a snapshot: its entries, one for each message, each consumer and the stream's state.
 
-Called by `verification`, `cleansing` and `completion`, among others. Both kinds of archives are S2 streams (`s2`). A
+Called by `chains`, `cleansing` and `completion`, among others. Both kinds of archives are S2 streams (`s2`). A
 nats-server since 2.15 makes a list of entries: the stream's state, its consumers, its messages by sequence, and an
 empty entry as the end. Followed: ADR "JetStream Stream Backup and Restore V2". Servers before it pack their own files
 into a tar archive; those can be checked for completeness, but not read.

@@ -29,10 +29,10 @@ from aviso_workers.jetstream import subjects
 from aviso_workers.jetstream.info import SnapshotState, SourceConfig, StreamConfig
 from aviso_workers.ops.backups import archive, chains, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry, Takes
+from aviso_workers.ops.backups.chains import verify
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, load, locked_backups, sweep
-from aviso_workers.ops.backups.verification import verify
-from aviso_workers.ops.erasure import copies, suspects
+from aviso_workers.ops.erasure import copies
 from aviso_workers.ops.erasure.copies import Wanted
 from aviso_workers.ops.erasure.records import ErasureRecord
 
@@ -158,7 +158,7 @@ class Forgotten:
         self, wanted: Wanted | None = None, *, records: Sequence[ErasureRecord] = (), keys: Sequence[str] = ()
     ) -> None:
         self._wanted = wanted
-        self._keys = {subject for key in keys for subject in suspects.subjects_of_key(*suspects.parse_key(key))}
+        self._keys = {subject for key in keys for subject in copies.subjects_of_key(*copies.parse_key(key))}
         findings = [(record.stream, finding) for record in records for finding in record.found]
         self._erased = {message for _, finding in findings for message in finding.messages}
         self._originals = {

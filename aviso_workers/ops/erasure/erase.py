@@ -41,10 +41,9 @@ from aviso_workers.errors import (
 )
 from aviso_workers.ops import audit
 from aviso_workers.ops.aviso_admin import event_type_of
-from aviso_workers.ops.erasure import copies, records, suspects
-from aviso_workers.ops.erasure.copies import Matches, Wanted
+from aviso_workers.ops.erasure import copies, records
+from aviso_workers.ops.erasure.copies import Matches, Suspect, Wanted, parse_key, subject_of_key
 from aviso_workers.ops.erasure.records import ErasureRecord, FoundMessages
-from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key
 from aviso_workers.state import delayed_messages
 
 ELSEWHERE = (
@@ -268,7 +267,7 @@ class Eraser:
             unreached.append(_missing(self._wanted.stream))
         unreached += [_without_keys(stream, count) async for stream, count in self._keys_not_met(infos)]
         if self._suspects is None:
-            self._suspects = tuple(await suspects.find(self._admin, infos, self._values))
+            self._suspects = tuple(await copies.find_suspects(self._admin, infos, self._values))
         return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
 
     async def erase(self, survey: Survey, *, audit: Path, progress: Progress = ignore) -> Survey:
@@ -412,7 +411,7 @@ class Eraser:
             self._not_current[stream] = await not_current(self._admin, stream, filters)
         last = (await self._admin.stream_info(stream)).last_sequence
         messages = dict(self._found[stream].messages) if stream in self._found else {}
-        async for message in suspects.messages(self._admin, stream, after=after, last=last, subjects=filters):
+        async for message in copies.messages_of(self._admin, stream, after=after, last=last, subjects=filters):
             if matches(message):
                 messages[message.sequence] = message.timestamp_ns
                 if stream == self._wanted.stream:
