@@ -18,7 +18,7 @@ from aviso_workers.console.causes import Causes
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.console.shown import capital, part_of
 from aviso_workers.errors import BackendError, InvalidPositionError, NotFoundError
-from aviso_workers.ops import aviso_admin, story, stream_policy, timer_control, worker_health
+from aviso_workers.ops import aviso_admin, health, story, stream_policy, timer_control
 from aviso_workers.ops import doctor as doctor_
 from aviso_workers.ops.audit import MOST_READ, Period
 from aviso_workers.ops.doctor import output
@@ -228,7 +228,7 @@ async def agent(question: Question) -> Page:
         "policy": declared.policies.get(name, {}) if declared else {},
         "declared": declared,
         "workers": [
-            (worker, [at_work], worker_health.of_living(worker, now=overview.time))
+            (worker, [at_work], health.judge_worker(worker, now=overview.time))
             for view in views
             for worker, at_work in view.workers
         ],
@@ -417,7 +417,7 @@ async def app(question: Question) -> Page:
         "declared": declared,
         "workers": [
             (each, [*each.agents.values()], judgement)
-            for each, judgement in worker_health.of_workers(
+            for each, judgement in health.judge_workers(
                 name, overview.workers_of(name), overview.snapshot.consumers, now=overview.time
             )
         ],

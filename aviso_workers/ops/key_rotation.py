@@ -45,9 +45,8 @@ from aviso_workers.ops.backups import Contents, Drill, archive, read_back
 from aviso_workers.ops.backups.chains import read_contents
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
 from aviso_workers.ops.consumer_positions import StreamPlace
-from aviso_workers.server import processes, profiles, store
+from aviso_workers.server import Tell, processes, profiles, store
 from aviso_workers.server.processes import Node
-from aviso_workers.server.readiness import Tell
 from aviso_workers.server.store import GLOBAL_ACCOUNT, Asset, Replacement
 
 NEW, PREVIOUS = "jetstream.new", "jetstream.previous"

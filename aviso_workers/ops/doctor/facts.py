@@ -41,10 +41,10 @@ from aviso_workers.ops.backups import Backup
 from aviso_workers.ops.doctor import monitoring_port, replicas
 from aviso_workers.ops.doctor.monitoring_port import Advisory, ConnectedServer, Monitored
 from aviso_workers.ops.doctor.replicas import Groups, Looks
-from aviso_workers.ops.health import Unknown
+from aviso_workers.ops.health import AllWorkers, Unknown
 from aviso_workers.ops.inventory import Denials, existing
 from aviso_workers.ops.mirrors import Link, Mirrors
-from aviso_workers.ops.snapshots import AllWorkers, ServerSnapshot
+from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.task_groups import asked_of_each
 
 T = TypeVar("T")

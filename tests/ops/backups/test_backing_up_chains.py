@@ -97,7 +97,7 @@ async def test_where_the_server_gives_up_meanwhile_a_full_backup_is_tried(
 
     await site.fill(5)
     await backups.create(site.app.session.admin, "MARS", tmp_path)
-    monkeypatch.setattr(chains, "encode", give_up)
+    monkeypatch.setattr(chains, "encode_increment", give_up)
     made = await backups.create_next(site.app.session.admin, "MARS", tmp_path)
     assert (made.backup.previous, made.full_because) == (None, "snapshot of MARS: No Flow Response")
 
