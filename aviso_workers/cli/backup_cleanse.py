@@ -18,7 +18,7 @@ from aviso_workers.cli.targets import CONFIG, ConfigSource, connected_app
 from aviso_workers.errors import BackupError, DeclarationError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Forgotten, Identities, Takes
-from aviso_workers.ops.erasure import records
+from aviso_workers.ops.erasure import erase
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -54,7 +54,7 @@ def cleanse(
     if subject:
         takes, doubts = _of_subject(subject), list[str]()
     else:
-        erasures = [records.read(path) for path in erasure or ()]
+        erasures = [erase.read_record(path) for path in erasure or ()]
         named = event or next((each.event_type for each in erasures), "")
         declared = connected_app(config).config
         wanted = backups.of_identifier(declared, found, parse_where(where), event_type=named) if where else None

@@ -14,7 +14,7 @@ from aviso_workers.cli.options import YES, confirm, end_where, finite, flag, opt
 from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, load, on_server
 from aviso_workers.ops import mirrors, promotion, recovery
-from aviso_workers.ops.consumer_positions import Carried
+from aviso_workers.ops.mirrors import Carried
 from aviso_workers.ops.promotion import Promotion
 from aviso_workers.ops.recovery import Recovered
 

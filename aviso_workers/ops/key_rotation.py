@@ -40,11 +40,11 @@ from aviso_workers.config.nats_server import Account, Cipher, Cluster, Encryptio
 from aviso_workers.errors import BackendError, BackupError, NotFoundError, ServerProcessError, UnavailableError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import StreamConfig
-from aviso_workers.ops import consumer_positions
+from aviso_workers.ops import mirrors
 from aviso_workers.ops.backups import Contents, Drill, archive, read_back
 from aviso_workers.ops.backups.chains import read_contents
 from aviso_workers.ops.backups.s2 import MalformedError, Pieces
-from aviso_workers.ops.consumer_positions import StreamPlace
+from aviso_workers.ops.mirrors import StreamPlace
 from aviso_workers.server import Tell, processes, profiles, store
 from aviso_workers.server.processes import Node
 from aviso_workers.server.store import GLOBAL_ACCOUNT, Asset, Replacement
@@ -184,7 +184,7 @@ async def _are_current(admin: Admin, stream: str) -> bool:
     """Return whether all replicas of a stream and of its consumers are current, as JetStream reports them; a single
     server has none.
     """
-    listed, unavailable = await consumer_positions.consumers(StreamPlace(streams=admin, stream=stream))
+    listed, unavailable = await mirrors.consumers_of(StreamPlace(streams=admin, stream=stream))
     found = await admin.stream_info(stream)
     groups = (found.cluster, *(each.cluster for each in listed))
     return not unavailable and all(each.current and not each.lag for group in groups for each in group.followers)
@@ -246,7 +246,7 @@ async def _consumers(admin: Admin, stream: str) -> dict[str, Mapping[str, Any]]:
 
     Raises `BackupError` where no server answers for one.
     """
-    listed, unavailable = await consumer_positions.consumers(StreamPlace(streams=admin, stream=stream))
+    listed, unavailable = await mirrors.consumers_of(StreamPlace(streams=admin, stream=stream))
     if unavailable:
         raise BackupError(f"{stream}: no server answers for its consumers {', '.join(unavailable)}")
     return {each.name: _comparable(each.config) for each in listed if not each.config.inactive_threshold}

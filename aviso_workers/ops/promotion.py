@@ -25,11 +25,10 @@ from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Admin, Backend, Management
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream.info import SourceConfig, StreamConfig, StreamInfo
+from aviso_workers.jetstream.info import SourceConfig, StreamConfig
 from aviso_workers.jetstream.metadata import FENCED
-from aviso_workers.ops import consumer_positions, mirrors
-from aviso_workers.ops.consumer_positions import Carried, StreamPlace
-from aviso_workers.ops.mirrors import ORIGIN_SECONDS, PROMOTED, Fenced
+from aviso_workers.ops import mirrors
+from aviso_workers.ops.mirrors import ORIGIN_SECONDS, PROMOTED, Carried, Fenced, StreamPlace
 from aviso_workers.state.own_streams import DRILL as ORIGIN
 from aviso_workers.state.own_streams import DRILL_MIRROR as MIRROR
 
@@ -131,8 +130,8 @@ class _MirrorPromotion:
         async with self._fence() as fenced:
             gap = await self._catch_up(fenced.last_sequence, recreated=recreated)
             # A message that was under way to several replicas when the stream was fenced may be stored a moment later.
-            gap += await self._catch_up((await self._of_origin()).last_sequence, recreated=recreated)
-            consumers = await consumer_positions.carry(there, here)
+            gap += await self._catch_up((await self._there.stream_info(self.origin)).last_sequence, recreated=recreated)
+            consumers = await mirrors.carry_consumers(there, here)
         try:
             if not await self._is_fenced():
                 raise RefusedError(
@@ -143,7 +142,7 @@ class _MirrorPromotion:
                 subjects or fenced.subjects, gap=None if recreated else gap, equal=equal, consumers=tuple(consumers)
             )
         except RefusedError:
-            await consumer_positions.remove(here, consumers)
+            await mirrors.remove_carried(here, consumers)
             await self._unfence(fenced)
             raise
         except BackendError as error:
@@ -178,24 +177,18 @@ class _MirrorPromotion:
         """Lift a fence that was not there before, unless another promotion of this mirror relies on it by now."""
         if fenced.already_fenced or not await self._is_fenced():
             return
-        if (await self._of_mirror()).config.mirror:
+        if (await self._admin.stream_info(self._stream)).config.mirror:
             await mirrors.unfence(self._there, self.origin)
 
     async def _is_fenced(self) -> bool:
-        return FENCED in (await self._of_origin()).config.metadata
-
-    async def _of_mirror(self) -> StreamInfo:
-        return await self._admin.stream_info(self._stream)
-
-    async def _of_origin(self) -> StreamInfo:
-        return await self._there.stream_info(self.origin)
+        return FENCED in (await self._there.stream_info(self.origin)).config.metadata
 
     async def _catch_up(self, until: int, *, recreated: bool) -> int:
         """Wait until the mirror has caught up, and return how many messages were missing. Raises `RefusedError`."""
         missing: int | None = None
         with anyio.move_on_after(self._patience_seconds):
             while True:
-                last = (await self._of_mirror()).last_sequence
+                last = (await self._admin.stream_info(self._stream)).last_sequence
                 # The newest messages of the origin may have been deleted.
                 is_last = last >= until or not await self._there.message(self.origin, last + 1, next_by_subject=">")
                 if missing is None:
@@ -214,7 +207,7 @@ class _MirrorPromotion:
         self, subjects: Sequence[str], *, gap: int | None, equal: int, consumers: tuple[Carried, ...] | None
     ) -> Promotion:
         """Turn the mirror into a stream of its own."""
-        last = (await self._of_mirror()).last_sequence
+        last = (await self._admin.stream_info(self._stream)).last_sequence
         config = {key: value for key, value in self._config.items() if key != "mirror"}
         promoted = f"{self._there.api_prefix} {self.origin} {last}"
         config["metadata"] = {**self._config.metadata, PROMOTED: promoted}

@@ -42,11 +42,10 @@ from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.answers import MESSAGE_ID
 from aviso_workers.jetstream.info import StreamConfig, StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
-from aviso_workers.ops import backups, consumer_positions, inventory
+from aviso_workers.ops import backups, inventory, mirrors
 from aviso_workers.ops.backups import Drill, Progress, Restored
 from aviso_workers.ops.backups.restoration import taken
-from aviso_workers.ops.consumer_positions import StreamPlace
-from aviso_workers.ops.mirrors import COPY_OF, NOWHERE
+from aviso_workers.ops.mirrors import COPY_OF, NOWHERE, StreamPlace
 
 BATCH = 500
 """Messages that are appended at a time."""
@@ -309,7 +308,7 @@ class _FollowingCopy:
         messages, deleted = await self._compare(last)
         await self._unfinished()
         source, target = (StreamPlace(streams=admin, stream=self._stream) for admin in (self._source, self._target))
-        consumers = await consumer_positions.bring_on(source, target)
+        consumers = await mirrors.bring_consumers_on(source, target)
         subjects = await release(self._target, self._stream, original)
         return Followed(
             stream=self._stream,

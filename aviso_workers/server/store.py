@@ -187,17 +187,13 @@ def finish_swap(directory: Path) -> Sequence[Replacement]:
         begun.read_bytes(), type=list[Replacement], dec_hook=lambda type_, text: type_(text)
     )
     for each in replacements:
-        _replace(each)
+        if not each.new.exists():
+            continue  # it is in place
+        if each.place.exists():
+            each.place.rename(each.previous)
+        each.new.rename(each.place)
+        each.new.parent.rmdir()
+        files.sync_directory(each.place.parent)
     begun.unlink()
     files.sync_directory(directory)
     return replacements
-
-
-def _replace(each: Replacement) -> None:
-    if not each.new.exists():
-        return  # it is in place
-    if each.place.exists():
-        each.place.rename(each.previous)
-    each.new.rename(each.place)
-    each.new.parent.rmdir()
-    files.sync_directory(each.place.parent)

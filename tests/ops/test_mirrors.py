@@ -19,9 +19,8 @@ from aviso_workers import App, Notification, config
 from aviso_workers.backends import Administration, Management
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.jetstream.plans import Plan
-from aviso_workers.ops import consumer_positions, mirrors, promotion, recovery, stream_policy
-from aviso_workers.ops.consumer_positions import StreamPlace
-from aviso_workers.ops.mirrors import Link, Mirrors
+from aviso_workers.ops import mirrors, promotion, recovery, stream_policy
+from aviso_workers.ops.mirrors import Link, Mirrors, StreamPlace
 from aviso_workers.server import processes
 from aviso_workers.server.processes import Node
 from tests.waits import PATIENCE_SECONDS
@@ -353,7 +352,7 @@ async def test_consumers_are_made_again_where_a_promotion_is_repeated(sites: Sit
     request = {"stream_name": "MARS", "config": {"durable_name": "reader", "ack_policy": "none"}}
     await sites.server.api("CONSUMER.DURABLE.CREATE.MARS.reader", request, prefix=HUB)
     there = StreamPlace(streams=sites.there, stream="MARS")
-    [before] = await consumer_positions.carry(there, StreamPlace(streams=sites.app.session.admin, stream="MARS"))
+    [before] = await mirrors.carry_consumers(there, StreamPlace(streams=sites.app.session.admin, stream="MARS"))
     await sites.deliver("$JS.hub.API.CONSUMER.MSG.NEXT.MARS.reader")
     promoted = await promotion.promote(sites.app.session.admin, "MARS")
     [after] = promoted.consumers or ()

@@ -34,7 +34,7 @@ from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, load, locked_backups, sweep
 from aviso_workers.ops.erasure import copies
 from aviso_workers.ops.erasure.copies import Wanted
-from aviso_workers.ops.erasure.records import ErasureRecord
+from aviso_workers.ops.erasure.erase import ErasureRecord
 
 
 class Cleansed(Struct, frozen=True):

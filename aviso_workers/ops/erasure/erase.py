@@ -11,24 +11,32 @@ so, many deletions at once are no faster than one after another, and each publis
 not, as in memory, in small streams and on an encrypted disk, a deletion takes as long as its way there and back, and
 many at once are faster. So the time that deletions take decides how many are under way: while each is answered soon,
 more are sent.
+
+A record says who erased which kind of messages where and when, without anything of their content. A message is
+identified by its sequence and its store time, which mirrors, backups and restored streams keep, and which a stream that
+is recreated does not repeat. So `backup cleanse` can go by the record alone. A record is readable by its owner only,
+and replaces no file that is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+import os
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import anyio
 import msgspec
 from msgspec import Struct, structs
 
+from aviso_workers import files
 from aviso_workers.aviso import topics
-from aviso_workers.aviso.codec import Message
+from aviso_workers.aviso.codec import UNREADABLE_JSON, Message
 from aviso_workers.backends import Admin, Backend, StreamInfo
 from aviso_workers.config import Config
 from aviso_workers.errors import (
@@ -41,9 +49,8 @@ from aviso_workers.errors import (
 )
 from aviso_workers.ops import audit
 from aviso_workers.ops.aviso_admin import event_type_of
-from aviso_workers.ops.erasure import copies, records
+from aviso_workers.ops.erasure import copies
 from aviso_workers.ops.erasure.copies import Matches, Suspect, Wanted, parse_key, subject_of_key
-from aviso_workers.ops.erasure.records import ErasureRecord, FoundMessages
 from aviso_workers.state import delayed_messages
 
 ELSEWHERE = (
@@ -74,6 +81,95 @@ PATIENCE_SECONDS, AGAIN_SECONDS = 30.0, 0.2
 AT_A_TIME = 1000
 """Tasks that wait for their turn."""
 WITHIN_SECONDS, COUNT_AGAIN_SECONDS = 30.0, 0.1
+
+
+class FoundMessages(Struct, frozen=True, kw_only=True):
+    """Messages of one stream that are to be erased."""
+
+    stream: str
+    what: str
+    """The relation of the stream to the notifications, such as `mirror of MARS`."""
+    sequences: tuple[int, ...]
+    times_ns: tuple[int, ...]
+    """When each was stored, in nanoseconds since 1970."""
+
+    @property
+    def messages(self) -> Iterator[tuple[int, int]]:
+        """The sequence and the store time of each message, in nanoseconds since 1970."""
+        return zip(self.sequences, self.times_ns, strict=True)
+
+
+class ErasureRecord(Struct, frozen=True, kw_only=True):
+    """The record of what an erasure did."""
+
+    state: Literal["begun", "done", "incomplete", "nothing found"]
+    begun: str
+    by: str
+    event_type: str
+    stream: str = ""
+    """The event type's own."""
+    by_fields: list[str] = []
+    by_id: int | None = None
+    by_keys_of: list[str] = []
+    """Tables, windows and counters of which keys were erased."""
+    found: list[FoundMessages]
+    """All that was found so far, also what came meanwhile."""
+    not_reached: list[dict[str, Any]] = []
+    may_hold_copies: list[dict[str, Any]] = []
+    not_looked_at: list[str] = []
+    ended: str | None = None
+    subjects_on_disk_until: str | None = None
+    erased: dict[str, int] = {}
+    """The number of erased messages, by stream."""
+    left: list[FoundMessages] = []
+
+
+def create_record(path: Path, record: ErasureRecord) -> None:
+    """Write the record to a new file. Raises `RefusedError` where the file exists, or cannot be written."""
+    with _explained(path), files.create_file(path) as file:
+        try:
+            _write_record(file, record)
+        except OSError:
+            path.unlink()
+            raise
+
+
+def replace_record(path: Path, record: ErasureRecord) -> None:
+    """Replace our own earlier record as a whole. Raises `RefusedError`; the earlier one stays then."""
+    with _explained(path):
+        handle, draft = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                _write_record(file, record)
+            os.replace(draft, path)
+        except OSError:
+            os.unlink(draft)
+            raise
+
+
+def read_record(path: Path) -> ErasureRecord:
+    """Return the record in a file. Raises `InvalidNotificationError` where it is none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ErasureRecord)
+    except OSError as error:
+        raise InvalidNotificationError(f"cannot read {path}: {error.strerror}") from error
+    except UNREADABLE_JSON as error:
+        raise InvalidNotificationError(f"{path} is not a record of an erasure: {error}") from error
+
+
+def _write_record(file: IO[bytes], record: ErasureRecord) -> None:
+    file.write(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    files.sync(file)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError as error:
+        raise RefusedError(f"{path} exists, and no record is overwritten: name another file") from error
+    except OSError as error:
+        raise RefusedError(f"cannot write the record {path}: {error.strerror}") from error
 
 
 class DeletionPace:
@@ -283,7 +379,7 @@ class Eraser:
                 raise RefusedError(f"{each.where}: {each.why}; nothing was erased. {each.cure.capitalize()}")
         record = self._record(survey)
         try:
-            records.create(audit, record)
+            create_record(audit, record)
         except RefusedError as error:
             raise RefusedError(f"{error}. Nothing was erased") from error
         if not survey.findings:
@@ -308,7 +404,7 @@ class Eraser:
             left=list(left.findings),
         )
         try:
-            records.replace(audit, whole)
+            replace_record(audit, whole)
         except RefusedError as error:
             raise RefusedError(
                 f"{sum(erased.values())} were erased, {left.messages} are left, and the record says only that the "
@@ -433,16 +529,12 @@ class Eraser:
         return set()
 
     async def _survey_again(self) -> Survey:
-        """Survey again when the replicas are current, with retries while leaders are elected."""
-        await self._until_current()
-        return await self.survey()
-
-    async def _until_current(self) -> None:
-        """Wait until the replicas are current, but no longer than `CATCH_UP_SECONDS`."""
+        """Survey again when the replicas are current, but wait for them no longer than `CATCH_UP_SECONDS`."""
         with anyio.move_on_after(CATCH_UP_SECONDS):
             for stream in [stream for stream, known in self._known.items() if known]:
                 while (await self._admin.stream_info(stream)).behind:  # noqa: ASYNC110 - no server announces it
                     await anyio.sleep(POLL_SECONDS)
+        return await self.survey()
 
     def _findings(self) -> list[FoundMessages]:
         return [_finding(stream, self._what[stream], known) for stream, known in self._known.items() if known]
