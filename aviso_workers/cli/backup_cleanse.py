@@ -94,9 +94,9 @@ def _count(backup: Backup, takes: Takes, identities: Identities | None) -> int:
     with bar(f"{backup.directory}, reading", backup.size) as progress:
         plan = backups.plan_cleanse(backup, takes, identities=identities, progress=progress)
     typer.echo(f"{backup.directory}: {len(plan.removed)} messages match, {plan.kept} stay")
-    for change in plan.changes:
-        if not change.backup.directory.samefile(backup.directory):
-            typer.echo(f"{change.backup.directory}: is rewritten as well")
+    for changed, _ in plan.changes:
+        if not changed.directory.samefile(backup.directory):
+            typer.echo(f"{changed.directory}: is rewritten as well")
     return len(plan.removed)
 
 

@@ -28,13 +28,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 from msgspec import Struct, field, structs
 
-from aviso_workers._fast import stored_at
 from aviso_workers.aviso import literals
+from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Admin, Management, Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
@@ -68,15 +68,6 @@ POLL_SECONDS = 0.2
 STARTS = ("opt_start_seq", "opt_start_time")
 
 
-class Found(NamedTuple):
-    """The part of a message that a mirror keeps as its origin has it."""
-
-    sequence: int
-    timestamp_ns: int
-    subject: str
-    data: bytes
-
-
 class HistoryComparison(Struct, frozen=True, kw_only=True):
     """The result of comparing a mirror with its origin: how many messages are the same, and what differs."""
 
@@ -100,12 +91,12 @@ class _ComparedStream:
         self.first = found.first_sequence
         self.last = found.last_sequence
 
-    async def at(self, sequence: int) -> Found | None:
-        return _found(await self._streams.message(self.name, sequence))
+    async def at(self, sequence: int) -> Message | None:
+        return await self._streams.message(self.name, sequence)
 
-    async def next(self, sequence: int) -> Found | None:
+    async def next(self, sequence: int) -> Message | None:
         """Return the first message of this sequence or a later one; None where there is none."""
-        return _found(await self._streams.message(self.name, sequence, next_by_subject=">"))
+        return await self._streams.message(self.name, sequence, next_by_subject=">")
 
     async def last_before(self, time: datetime) -> int:
         """Return the last sequence up to which all messages were stored before a time."""
@@ -113,7 +104,7 @@ class _ComparedStream:
         while low < high:
             middle = (low + high + 1) // 2
             found = await self.next(middle)
-            if found is not None and _time(found) < time:
+            if found is not None and store_time(found) < time:
                 low = middle
             else:
                 high = middle - 1
@@ -135,9 +126,9 @@ async def compare(admin: Admin, mirror: str, origin: str, *, api: str, timeout_s
             f"mirror {mirror}, which has what was stored before, at {here.last}"
         )
     pairs = await _pairs(here, there)
-    equal = sum(pair == other for pair, other in pairs)
+    equal = sum(kept(ours) == kept(theirs) for ours, theirs in pairs)
     for ours, theirs in pairs:
-        if ours != theirs:
+        if kept(ours) != kept(theirs):
             return HistoryComparison(
                 equal=equal,
                 trouble=f"the origin {origin} was recreated or restored from a backup: its message "
@@ -147,7 +138,7 @@ async def compare(admin: Admin, mirror: str, origin: str, *, api: str, timeout_s
     return HistoryComparison(equal=equal, trouble=await _made_later(here, there, equal))
 
 
-async def _pairs(here: _ComparedStream, there: _ComparedStream) -> list[tuple[Found, Found]]:
+async def _pairs(here: _ComparedStream, there: _ComparedStream) -> list[tuple[Message, Message]]:
     """Return pairs of messages, from the mirror and its origin, that have the same sequence, in its order."""
     first, last = max(here.first, there.first), here.last
     if not (here.messages and there.messages) or first > last:
@@ -155,7 +146,7 @@ async def _pairs(here: _ComparedStream, there: _ComparedStream) -> list[tuple[Fo
     places = {first + (last - first) * step // SPREAD for step in range(SPREAD + 1)}
     boundary = await here.last_before(there.created)
     places |= {place for place in range(boundary - BEFORE_CREATION + 1, boundary + 2) if first <= place <= last}
-    found: dict[int, tuple[Found, Found]] = {}
+    found: dict[int, tuple[Message, Message]] = {}
     failures: list[BackendError] = []
     limiter = anyio.CapacityLimiter(AT_ONCE)
 
@@ -177,7 +168,7 @@ async def _pairs(here: _ComparedStream, there: _ComparedStream) -> list[tuple[Fo
     return [found[sequence] for sequence in sorted(found)]
 
 
-async def _pair(here: _ComparedStream, there: _ComparedStream, place: int) -> tuple[Found, Found] | None:
+async def _pair(here: _ComparedStream, there: _ComparedStream, place: int) -> tuple[Message, Message] | None:
     """Return the pair of messages of a sequence or, where one stream has deleted it, of one soon after it; None where
     there is none.
     """
@@ -195,7 +186,7 @@ async def _made_later(here: _ComparedStream, there: _ComparedStream, equal: int)
     """
     if not equal and here.messages:
         oldest = await here.next(here.first)
-        if oldest is not None and _time(oldest) + CLOCKS < there.created:
+        if oldest is not None and store_time(oldest) + CLOCKS < there.created:
             return (
                 f"the origin {there.name} was recreated: it was created at {there.created:%Y-%m-%d %H:%M:%S}, its "
                 f"mirror {here.name} has older messages, and none that both hold shows that it was restored with these"
@@ -216,22 +207,17 @@ async def _holds_more(here: _ComparedStream, there: _ComparedStream) -> bool:
     if oldest is None or oldest.sequence >= here.first:
         return False
     max_age = timedelta(microseconds=_limit(here.config, "max_age") / 1000)
-    return there.asked - _time(oldest) < max_age - CLOCKS  # else both are about to remove it
+    return there.asked - store_time(oldest) < max_age - CLOCKS  # else both are about to remove it
 
 
-def _found(message: Message | None) -> Found | None:
-    if message is None:
-        return None
-    return Found(message.sequence, message.timestamp_ns, message.subject, message.data)
+def kept(message: Message) -> tuple[int, int, str, bytes]:
+    """Return the parts of a message that a mirror keeps as its origin has them."""
+    return message.sequence, message.timestamp_ns, message.subject, message.data
 
 
 def _limit(config: Mapping[str, Any], name: str) -> int:
     value = int(config.get(name) or 0)
     return value if value > 0 else 10**18
-
-
-def _time(found: Found) -> datetime:
-    return stored_at(found.timestamp_ns)
 
 
 class Link(Struct, frozen=True, kw_only=True):

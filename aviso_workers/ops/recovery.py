@@ -24,7 +24,7 @@ from aviso_workers.errors import BackendError, ConflictError, RefusedError
 from aviso_workers.jetstream.answers import EXPECTED_LAST, MESSAGE_ID
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
-from aviso_workers.ops import inventory
+from aviso_workers.ops import inventory, mirrors
 from aviso_workers.ops.mirrors import PROMOTED
 
 RECOVERED = "Aviso-Workers-Recovered"
@@ -83,7 +83,7 @@ class Recovery:
                 elif mirrored is None:
                     between.append(original)
                 else:
-                    was_different, differs = differs, _content(mirrored) != _content(original)
+                    was_different, differs = differs, mirrors.kept(mirrored) != mirrors.kept(original)
                     for message in self._decide(between, was_different or differs):
                         yield message
                     between = []
@@ -262,8 +262,3 @@ def _at_domain(config: Config, api: str) -> Config:
     backend = config.notification_backend
     there = structs.replace(backend, jetstream=structs.replace(backend.jetstream, domain=parts[1]))
     return structs.replace(config, notification_backend=there)
-
-
-def _content(message: Message) -> tuple[int, str, bytes]:
-    """Return the parts of a message that a mirror keeps as its origin has them."""
-    return message.timestamp_ns, message.subject, message.data

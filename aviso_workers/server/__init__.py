@@ -28,7 +28,6 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from msgspec import Struct
@@ -164,9 +163,7 @@ class NatsServer(Struct, kw_only=True, eq=False):
     def __enter__(self) -> NatsServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _end_in_order(self) -> bool:

@@ -287,18 +287,14 @@ def _account(conf: _Conf, account: Account, *, name: str, is_system: bool) -> No
         if not is_system:
             _account_jetstream(conf, account.jetstream, f"{path}.jetstream")
         if isinstance(account, Connected):
-            _exports(conf, account, path)
+            for subject, importers in conf.each("exports:", path, account.exports.items()):
+                with conf.block("", path):
+                    conf.put("service", subject, path)
+                    conf.put("accounts", importers, path)
             _imports(conf, account, path)
         with conf.block("users:", f"{path}.users", "[]"):
             for user_name, user in account.users.items():
                 _user(conf, user, name=user_name, path=f"{path}.users.{user_name}")
-
-
-def _exports(conf: _Conf, account: Connected, path: str) -> None:
-    for subject, importers in conf.each("exports:", path, account.exports.items()):
-        with conf.block("", path):
-            conf.put("service", subject, path)
-            conf.put("accounts", importers, path)
 
 
 def _imports(conf: _Conf, account: Connected, path: str) -> None:

@@ -37,13 +37,6 @@ from aviso_workers.ops.erasure.copies import Wanted
 from aviso_workers.ops.erasure.erase import ErasureRecord
 
 
-class Cleansed(Struct, frozen=True):
-    """A backup that changes, and the stream's state without the removed messages."""
-
-    backup: Backup
-    state: SnapshotState
-
-
 class CleansePlan(Struct, frozen=True, kw_only=True):
     """The plan to cleanse a backup, and all that are made after the same full one."""
 
@@ -52,8 +45,10 @@ class CleansePlan(Struct, frozen=True, kw_only=True):
     """The messages that would be removed, as sequence and time in nanoseconds."""
     kept: int
     """The number of messages that the backup has then."""
-    changes: Sequence[Cleansed]
-    """Each after those that it was made after."""
+    changes: Sequence[tuple[Backup, SnapshotState]]
+    """The backups that change, each after those that it was made after, and the stream's state without the removed
+    messages.
+    """
     identities: Identities | None
 
 
@@ -82,7 +77,7 @@ def plan_cleanse(
         state, changed = _state_without(each, removed, identities)
         kept = state.messages if each.directory.samefile(backup.directory) else kept
         if changed:
-            changes.append(Cleansed(each, state))
+            changes.append((each, state))
     return CleansePlan(backup=backup, removed=removed, kept=kept, changes=changes, identities=identities)
 
 
@@ -92,17 +87,17 @@ def cleanse(plan: CleansePlan, *, progress: Progress = ignore) -> Backup:
 
     Raises `BackupError`, and leaves the backup that it was replacing as it was.
     """
-    for change in reversed(plan.changes):
-        _replace(change, plan, progress)
+    for backup, state in reversed(plan.changes):
+        _replace(backup, state, plan, progress)
     return load(plan.backup.directory)
 
 
-def _replace(change: Cleansed, plan: CleansePlan, progress: Progress) -> None:
-    backup, record = change.backup, change.backup.facts
+def _replace(backup: Backup, state: SnapshotState, plan: CleansePlan, progress: Progress) -> None:
+    record = backup.facts
     with ExitStack() as stack:
         draft = stack.enter_context(Draft(backup.directory, encrypt_to=record.encrypted_to))
         entries = stack.enter_context(chains.opened_entries(backup, plan.identities, progress=progress))
-        kept = _kept(entries, change.state, plan.removed)
+        kept = _kept(entries, state, plan.removed)
         if backup.previous:
             before = chains.chain(backup)[-2]
             earlier = stack.enter_context(chains.opened_entries(before, plan.identities))
@@ -111,7 +106,7 @@ def _replace(change: Cleansed, plan: CleansePlan, progress: Progress) -> None:
             draft.write_all(s2.written(archive.framed(kept)))
         if backup.record:
             record = structs.replace(record, digests_before=(*record.digests_before, record.digest))
-        draft.finish(backup.config, change.state, structs.replace(record, cleansed=datetime.now(UTC)))
+        draft.finish(backup.config, state, structs.replace(record, cleansed=datetime.now(UTC)))
 
 
 def _kept(
