@@ -1,6 +1,6 @@
 """Files that nobody but their owner can read, and that are on the disk when it is said that they are.
 
-Called by `ops.backups`, `ops.erasure`, `server.store_swap` and the pipelines of `spark`.
+Called by `ops.backups`, `ops.erasure`, `server.store` and the pipelines of `spark`.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from aviso_workers.cli.output import print_record, print_table
 from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError
-from aviso_workers.ops import agent_control, audit, retirement, retried
-from aviso_workers.ops.agent_control import AgentConsumer
-from aviso_workers.ops.retirement import Retirement
+from aviso_workers.ops import agent_control, audit, retried
+from aviso_workers.ops.agent_control import AgentConsumer, Retirement
 from aviso_workers.state.orders import Decides
 
 
@@ -186,13 +185,13 @@ def remove(
     name, config = named_app(app, config)
 
     async def run(server: OpenedServer) -> None:
-        plan = await retirement.plan(server.admin, name, agent, workers_stopped=workers_stopped)
+        plan = await agent_control.plan_retirement(server.admin, name, agent, workers_stopped=workers_stopped)
         print_table(("what", "of", "entries"), _retirement_rows(plan), none="no consumers, buckets or tables")
         if plan.dead_letters:
             typer.echo(f"{plan.dead_letters} dead letters stay: `aviso-workers dead-letters drop` removes them")
         confirm(yes, to="remove it")
         async with recorded(server, "remove-agent", f"{name}/{agent}" if agent else name) as result:
-            await retirement.retire(server.admin, plan)
+            await agent_control.retire(server.admin, plan)
             result.text = f"{f'{agent} of {name}' if agent else name} is gone from the server"
 
     connected(config, run, declared=True)

@@ -18,7 +18,7 @@ from aviso_workers.cli.targets import CONFIG, ConfigSource, connected_app
 from aviso_workers.errors import BackupError, DeclarationError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Forgotten, Identities, Takes
-from aviso_workers.ops.erasure import records
+from aviso_workers.ops.erasure import erase
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -54,7 +54,7 @@ def cleanse(
     if subject:
         takes, doubts = _of_subject(subject), list[str]()
     else:
-        erasures = [records.read(path) for path in erasure or ()]
+        erasures = [erase.read_record(path) for path in erasure or ()]
         named = event or next((each.event_type for each in erasures), "")
         declared = connected_app(config).config
         wanted = backups.of_identifier(declared, found, parse_where(where), event_type=named) if where else None
@@ -94,9 +94,9 @@ def _count(backup: Backup, takes: Takes, identities: Identities | None) -> int:
     with bar(f"{backup.directory}, reading", backup.size) as progress:
         plan = backups.plan_cleanse(backup, takes, identities=identities, progress=progress)
     typer.echo(f"{backup.directory}: {len(plan.removed)} messages match, {plan.kept} stay")
-    for change in plan.changes:
-        if not change.backup.directory.samefile(backup.directory):
-            typer.echo(f"{change.backup.directory}: is rewritten as well")
+    for changed, _ in plan.changes:
+        if not changed.directory.samefile(backup.directory):
+            typer.echo(f"{changed.directory}: is rewritten as well")
     return len(plan.removed)
 
 

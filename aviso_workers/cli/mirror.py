@@ -13,8 +13,8 @@ from aviso_workers.cli.completion import STREAM
 from aviso_workers.cli.options import YES, confirm, end_where, finite, flag, option
 from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, load, on_server
-from aviso_workers.ops import failover_drill, mirrors, promotion, recovery
-from aviso_workers.ops.consumer_positions import Carried
+from aviso_workers.ops import mirrors, promotion, recovery
+from aviso_workers.ops.mirrors import Carried
 from aviso_workers.ops.promotion import Promotion
 from aviso_workers.ops.recovery import Recovered
 
@@ -182,7 +182,7 @@ async def drill(
 
     Example: aviso-workers mirror drill --messages 10000
     """
-    found = await failover_drill.rehearse(server.admin, origin_api=origin_api, messages=messages)
+    found = await promotion.rehearse(server.admin, origin_api=origin_api, messages=messages)
     _print_promotion(found.promotion)
     typer.echo(f"no publish was stored for {found.interrupted_seconds:.3f} s at most")
     typer.echo(f"the fenced origin took {found.after_fence}; {found.stored} of {found.published} published are stored")

@@ -17,9 +17,8 @@ from aviso_workers.cli.progress import bar
 from aviso_workers.cli.streams import streams
 from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, opened
 from aviso_workers.errors import BackupError, UnavailableError
-from aviso_workers.ops import following_copies, stream_copies
-from aviso_workers.ops.following_copies import Followed
-from aviso_workers.ops.stream_copies import Copied
+from aviso_workers.ops import stream_copies
+from aviso_workers.ops.stream_copies import Copied, Followed
 
 
 @streams.command()
@@ -50,7 +49,7 @@ def copy(
 
     async def run() -> None:
         async with opened(config) as source, opened(ConfigSource(to_config)) as target:
-            is_begun = follow and await following_copies.is_begun(source.admin, target.admin, stream)
+            is_begun = follow and await stream_copies.is_begun(source.admin, target.admin, stream)
             if follow:
                 typer.echo(
                     f"{stream}: {'carrying on with the copy there' if is_begun else 'copying it from its beginning'}",
@@ -81,7 +80,7 @@ async def _followed(source: OpenedServer, target: OpenedServer, stream: str) -> 
     """Follow the original to its end, also while one of the two servers is away."""
     while True:
         try:
-            return await following_copies.follow(
+            return await stream_copies.follow(
                 source.admin,
                 target.admin,
                 stream,
@@ -89,7 +88,7 @@ async def _followed(source: OpenedServer, target: OpenedServer, stream: str) -> 
             )
         except UnavailableError as error:
             echo(f"waiting: {error}", err=True)
-            await anyio.sleep(following_copies.PROGRESS_SECONDS)
+            await anyio.sleep(stream_copies.PROGRESS_SECONDS)
 
 
 def _print(stream: str, copied: Copied) -> None:

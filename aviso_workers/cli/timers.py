@@ -20,9 +20,9 @@ from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, run_connected
 from aviso_workers.errors import DeclarationError, UnavailableError, describe
 from aviso_workers.events import Ticked
-from aviso_workers.ops import timer_control, timer_report
+from aviso_workers.ops import timer_control
 from aviso_workers.ops.agent_control import end_text
-from aviso_workers.ops.timer_report import TimerRow, paused_text, run_text
+from aviso_workers.ops.timer_control import TimerRow, paused_text, run_text
 from aviso_workers.state.timer_requests import VOID_SECONDS
 
 timers = typer.Typer(help="Show when timers run, pause them, and run one now.", no_args_is_help=True)
@@ -59,7 +59,7 @@ def list_timers(
     ticks = next_ or (SHOWN_AS_JSON if as_json else SHOWN)
 
     rows = connected(
-        found.config, lambda server: timer_report.of_app(server.admin, found.name, found.timers, ticks=ticks)
+        found.config, lambda server: timer_control.rows(server.admin, found.name, found.timers, ticks=ticks)
     )
     cells = (line for row in rows for line in _lines(row))
     print_rows(TIMERS, cells, rows, none=f"{found.name} has no timers", as_json=as_json)

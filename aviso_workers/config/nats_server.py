@@ -5,7 +5,7 @@ configuration"); `aviso_workers.server.nats_conf` writes nats-server.conf from t
 workers connect: that is `notification_backend.jetstream`. MQTT, WebSocket and gateways cannot be configured and stay
 off.
 
-Loading checks types only. What they cannot say, `aviso_workers.server.mistakes` does, for whoever renders or runs a
+Loading checks types only. What they cannot say, `aviso_workers.server.profiles` does, for whoever renders or runs a
 server: a worker that shares the file needs none of the server's passwords in its environment.
 """
 

@@ -36,8 +36,8 @@ from aviso_workers.jetstream.plans import ConsumerPlan, Plan
 from aviso_workers.ops import agent_control, aviso_admin, retried, stream_policy, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer, end_text
 from aviso_workers.ops.audit import ActionResult, Audit
-from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.doctor import Report, Scope, examine
+from aviso_workers.ops.inventory import Denials, asked
 from aviso_workers.state import declarations
 from aviso_workers.state.dead_letter_records import LetterId
 from aviso_workers.state.orders import Decides

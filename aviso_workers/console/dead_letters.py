@@ -31,10 +31,10 @@ from aviso_workers.errors import (
 from aviso_workers.events import Events
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.jetstream.subjects import matcher
-from aviso_workers.ops import agent_inventory, aviso_admin, inventory, worker_health
+from aviso_workers.ops import agent_inventory, aviso_admin, health, inventory
 from aviso_workers.ops.audit import Audit, Operator
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters, portions
-from aviso_workers.ops.denials import Denials, asked, noted
+from aviso_workers.ops.inventory import Denials, asked, noted
 from aviso_workers.state import dead_letter_records, own_streams, worker_records
 from aviso_workers.state.dead_letter_records import DeadLetter, LetterId
 from aviso_workers.state.own_streams import DEAD_LETTERS
@@ -174,7 +174,7 @@ async def hindrances(admin: Admin, chosen: Chosen) -> list[str]:
             found.append(f"{'/'.join(agent)} is paused: they wait until somebody resumes it.")
     for app in chosen.created:
         workers = await asked(denied, "workers", worker_records.of_app(admin, app), AppWorkers())
-        running = worker_health.by_version(workers)
+        running = health.by_version(workers)
         if len(running) > 1:
             runs = " and ".join(f"{code} on {counted(len(of_it), 'worker')}" for code, of_it in sorted(running.items()))
             found.append(f"{app} runs {runs}: some may come to the version with which they failed.")

@@ -16,10 +16,10 @@ from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.console.history import Rates, Recent
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError, describe
-from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, reports, snapshots, worker_health
+from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, health, reports, snapshots
 from aviso_workers.ops.agent_report import AgentHealth, AgentRow
-from aviso_workers.ops.denials import asked, noted
 from aviso_workers.ops.health import AgentFacts, Judgement, Unknown
+from aviso_workers.ops.inventory import asked, noted
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import own_streams
@@ -140,7 +140,7 @@ class Overview(Struct, frozen=True, kw_only=True):
 
     def health_of(self, app: str) -> Judgement:
         """Return how an app is."""
-        return worker_health.of_app(self.snapshot.workers_of(app), now=self.time)
+        return health.judge_app(self.snapshot.workers_of(app), now=self.time)
 
 
 class Watcher:

@@ -18,14 +18,14 @@ from aviso_workers.console.causes import Causes
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.console.shown import capital, part_of
 from aviso_workers.errors import BackendError, InvalidPositionError, NotFoundError
-from aviso_workers.ops import aviso_admin, story, stream_policy, timer_report, worker_health
+from aviso_workers.ops import aviso_admin, health, story, stream_policy, timer_control
 from aviso_workers.ops import doctor as doctor_
 from aviso_workers.ops.audit import MOST_READ, Period
-from aviso_workers.ops.denials import Denials, asked
 from aviso_workers.ops.doctor import output
 from aviso_workers.ops.health import STATES, Judgement
+from aviso_workers.ops.inventory import Denials, asked
 from aviso_workers.ops.reports import StreamRow
-from aviso_workers.ops.timer_report import paused_text, run_text
+from aviso_workers.ops.timer_control import paused_text, run_text
 from aviso_workers.state import asyncapi, lease_records, timer_records
 from aviso_workers.state.audit_records import RecordedAction
 from aviso_workers.state.lease_records import Leader
@@ -228,7 +228,7 @@ async def agent(question: Question) -> Page:
         "policy": declared.policies.get(name, {}) if declared else {},
         "declared": declared,
         "workers": [
-            (worker, [at_work], worker_health.of_living(worker, now=overview.time))
+            (worker, [at_work], health.judge_worker(worker, now=overview.time))
             for view in views
             for worker, at_work in view.workers
         ],
@@ -342,7 +342,7 @@ async def timers(question: Question) -> Page:
                     leader=leader.name,
                     last=claim.time if claim and claim.token else None,
                     paused=paused_text(pause) if pause else "",
-                    judgement=timer_report.judge(
+                    judgement=timer_control.judge(
                         name,
                         leader=leader if claim is not None and claim.token and not denied.text() else None,
                         workers=overview.workers_of(app),
@@ -417,7 +417,7 @@ async def app(question: Question) -> Page:
         "declared": declared,
         "workers": [
             (each, [*each.agents.values()], judgement)
-            for each, judgement in worker_health.of_workers(
+            for each, judgement in health.judge_workers(
                 name, overview.workers_of(name), overview.snapshot.consumers, now=overview.time
             )
         ],

@@ -43,7 +43,7 @@ from aviso_workers.console.actions import ACTIONS, Actions, BrokenOffError, Conf
 from aviso_workers.console.overview import Watcher
 from aviso_workers.console.pages import PAGES, Page, Question
 from aviso_workers.errors import AvisoWorkersError, BackendError, DeniedError, NotFoundError, UnavailableError, describe
-from aviso_workers.ops import denials
+from aviso_workers.ops import inventory
 from aviso_workers.telemetry.failed_logins import FailedLogins
 from aviso_workers.telemetry.status import PATHS
 from aviso_workers.version import __version__
@@ -376,7 +376,7 @@ def _said(error: Exception) -> tuple[int, str]:
         case NotFoundError():
             return 404, str(error)
         case DeniedError():
-            return 503, denials.text_of(error)
+            return 503, inventory.denial_text(error)
         case BackendError():
             return 503, describe(error)
         case AvisoWorkersError():

@@ -19,7 +19,7 @@ from aviso_workers.declare import agents as agents_
 from aviso_workers.errors import UndecodableError
 from aviso_workers.jetstream.specs import OURS
 from aviso_workers.ops import inventory
-from aviso_workers.ops.denials import Denials, asked
+from aviso_workers.ops.inventory import Denials, asked
 from aviso_workers.state import (
     consumer_records,
     dead_letter_records,
@@ -82,10 +82,10 @@ async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInf
     return {found: consumer for consumer in consumers or () if (found := agent_of(consumer.name))}
 
 
-async def retries(admin: Admin, *, without: Collection[str] = ()) -> dict[tuple[str, str], ConsumerInfo]:
-    """Return the consumers of what is tried again, by app and agent, `without` some streams. Raises `BackendError`."""
-    names = [own_streams.of_app(RETRIES, app) for app in await own_streams.apps_with(admin, RETRIES)]
-    found = await asked_of_each((name for name in names if name not in without), partial(agents, admin))
+async def retries(admin: Admin) -> dict[tuple[str, str], ConsumerInfo]:
+    """Return the consumers of what is tried again, by app and agent. Raises `BackendError`."""
+    streams = [own_streams.of_app(RETRIES, app) for app in await own_streams.apps_with(admin, RETRIES)]
+    found = await asked_of_each(streams, partial(agents, admin))
     return {agent: consumer for of_stream in found.values() for agent, consumer in of_stream.items()}
 
 

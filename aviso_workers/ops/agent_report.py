@@ -22,10 +22,10 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream import subjects
 from aviso_workers.jetstream.info import ConsumerConfig, StreamInfo
 from aviso_workers.jetstream.specs import BUCKET, OURS
-from aviso_workers.ops import agent_inventory, aviso_admin, health, worker_health
+from aviso_workers.ops import agent_inventory, aviso_admin, health
 from aviso_workers.ops.agent_inventory import Recorded
-from aviso_workers.ops.denials import asked
 from aviso_workers.ops.health import AgentFacts, Judgement, Unknown, failing_text
+from aviso_workers.ops.inventory import asked
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import own_streams
 from aviso_workers.state.consumer_records import ConsumerRecord
@@ -268,7 +268,7 @@ def workers_in_trouble(now: ServerSnapshot, app: str | None = None) -> list[Agen
     """Return a row for each worker, and for the workers of each app together, of one app or of all, in trouble."""
     return [
         AgentRow(app=owner, agent=name, stream="-", **structs.asdict(judgement))
-        for owner, name, judgement in worker_health.troubles(now.workers, now.consumers, now=now.recorded.time)
+        for owner, name, judgement in health.worker_troubles(now.workers, now.consumers, now=now.recorded.time)
         if app in (None, owner)
     ]
 

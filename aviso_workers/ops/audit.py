@@ -25,7 +25,7 @@ from aviso_workers.config import Config
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, describe
 from aviso_workers.events import Events
 from aviso_workers.jetstream.info import StreamInfo
-from aviso_workers.ops import denials, inventory
+from aviso_workers.ops import inventory
 from aviso_workers.state import audit_records
 from aviso_workers.state.audit_records import (
     ACTIONS,
@@ -106,7 +106,7 @@ def this_user() -> str:
 
 
 def _why_not_recorded(error: BackendError) -> str:
-    why = denials.text_of(error) if isinstance(error, DeniedError) else str(error)
+    why = inventory.denial_text(error) if isinstance(error, DeniedError) else str(error)
     return f"not recorded in the audit: {why}"
 
 

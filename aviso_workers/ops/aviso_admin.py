@@ -30,8 +30,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream.subjects import matcher
 from aviso_workers.ops import inventory, maintenance
-from aviso_workers.ops.denials import Denials, noted
-from aviso_workers.ops.inventory import StoredMessage
+from aviso_workers.ops.inventory import Denials, StoredMessage, noted
 from aviso_workers.state import declarations, delayed_messages
 from aviso_workers.state.declarations import AppDeclarations
 

@@ -2,12 +2,15 @@
 
 Called by `streams ls|info|gaps|get`, `consumers ls|show` and `report account`. Whole answers are handed on in
 JetStream's own JSON, so that nothing newer than this code is lost. Nothing is changed here; what changes something is
-in `maintenance`, and what concerns the configuration in `stream_policy`.
+in `maintenance`, and what concerns the configuration in `stream_policy`. What the server denies our user of a report is
+noted in `Denials`: the rest is shown, and each place says the same of what is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -16,10 +19,9 @@ from msgspec import Struct, json
 from aviso_workers.aviso import literals
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Admin, Management
-from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
+from aviso_workers.errors import DeniedError, NotFoundError, RefusedError, UnavailableError, describe
 from aviso_workers.jetstream import answers, error_codes, info
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.task_groups import task_group
 
 ASK_AGAIN_SECONDS = 1.0
@@ -27,6 +29,75 @@ SPAN = 1000
 """Messages that are read to find the newest ones; the server counts where these begin."""
 DETAILS_SECONDS = 60.0
 """A stream may have millions of gaps, and a server lists each."""
+Answer = TypeVar("Answer")
+OWN_NAME = re.compile(r"(?<=\.CONSUMER\.MSG\.NEXT\.)([^.]+)\..+")
+"""In the subject of a pull: the consumer, which a reader makes for itself."""
+NOT_KNOWN = "not known, since "
+NO_ANSWERS = "violation for subscription to"
+
+
+class Denials:
+    """What was denied while a report was made, by the part of the report and the subject; and what nobody answered."""
+
+    def __init__(self) -> None:
+        self.found: set[tuple[str, str]] = set()
+        self.away: set[tuple[str, str]] = set()
+        """The same of what no server has answered, with the error."""
+
+    def subjects(self, *parts: str) -> list[str]:
+        """Return the subjects that were denied of these parts; without any, of all."""
+        return sorted({subject for part, subject in self.found if not parts or part in parts})
+
+    def text(self, *parts: str) -> str:
+        """Return in a sentence without its full stop what was denied of these parts, and the cure; else nothing."""
+        return f"{NOT_KNOWN}{reason}" if (reason := self.reason(*parts)) else ""
+
+    def reason(self, *parts: str) -> str:
+        """Return the same as the end of a sentence, without that it is not known."""
+        away = sorted({error for part, error in self.away if not parts or part in parts})
+        subjects = self.subjects(*parts)
+        return "; ".join([*([_reason(subjects)] if subjects else []), *away])
+
+
+def denial_text(error: DeniedError) -> str:
+    """Return the same sentence of one error."""
+    return str(error) if NO_ANSWERS in str(error) else f"{NOT_KNOWN}{_reason([_subject(error)])}"
+
+
+def _reason(subjects: list[str]) -> str:
+    cure = "give it the role operator (`aviso-workers server render --role operator`)"
+    return f"the server denies our user {', '.join(subjects)}: {cure}"
+
+
+def _subject(error: DeniedError) -> str:
+    return OWN_NAME.sub(r"\1.*", str(error).partition(": ")[0])
+
+
+@contextmanager
+def noted(denied: Denials | None, part: str, *, away: bool = False) -> Iterator[None]:
+    """Note what the server denies within the block, which ends there; and, if `away`, what no server answers. It is
+    raised where nobody notes it, and where no answer can be heard: each request would be waited for in vain.
+    """
+    try:
+        yield
+    except DeniedError as error:
+        if denied is None or NO_ANSWERS in str(error):
+            raise
+        denied.found.add((part, _subject(error)))
+    except UnavailableError as error:
+        if denied is None or not away:
+            raise
+        denied.away.add((part, describe(error)))
+
+
+async def asked(
+    denied: Denials | None, part: str, request: Awaitable[Answer], otherwise: Answer, *, away: bool = False
+) -> Answer:
+    """Return the answer to a request, or what is said `otherwise` where the server denies it, or no server answers;
+    which is `noted`."""
+    with noted(denied, part, away=away):
+        return await request
+    return otherwise
 
 
 class Gaps(Struct, frozen=True, kw_only=True):
@@ -61,7 +132,6 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
 
 
 T = TypeVar("T", StreamInfo, ConsumerInfo)
-E = TypeVar("E")
 
 
 class Listing(Struct, Generic[T], frozen=True, kw_only=True):
@@ -75,7 +145,7 @@ class Listing(Struct, Generic[T], frozen=True, kw_only=True):
     """The names of those that were left out."""
 
 
-async def existing(request: Awaitable[E]) -> E | None:
+async def existing(request: Awaitable[Answer]) -> Answer | None:
     """Return the answer to a request; None where the stream or the consumer that it is about does not exist."""
     try:
         return await request
@@ -259,3 +329,30 @@ def ranges(sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
         last = sequence
     if last > 0:
         yield first, last
+
+
+async def messages_between(admin: Admin, stream: str, *, after: int, last: int) -> AsyncGenerator[Message, None]:
+    """Yield the messages of a stream between two sequences; none where the stream is known to end before."""
+    if after >= last:
+        return
+    reading = admin.read(stream, filter_subjects=(), start_sequence=after + 1, last_sequence=last)
+    async with aclosing(reading):
+        async for message in reading:
+            yield message
+
+
+async def side_by_side(
+    ours: AsyncIterator[Message], theirs: AsyncIterator[Message]
+) -> AsyncIterator[tuple[Message | None, Message | None]]:
+    """Yield the messages of two streams in pairs by sequence, with None where one of them has no such message."""
+    one, other = await anext(ours, None), await anext(theirs, None)
+    while one or other:
+        if other is None or (one is not None and one.sequence < other.sequence):
+            yield one, None
+            one = await anext(ours, None)
+        elif one is None or other.sequence < one.sequence:
+            yield None, other
+            other = await anext(theirs, None)
+        else:
+            yield one, other
+            one, other = await anext(ours, None), await anext(theirs, None)

@@ -1,31 +1,42 @@
 """Promotion of a mirror in its origin's place: the origin is fenced, the mirror catches up and takes publishes.
 
-Called by `mirror promote` and by `failover_drill`. Before anything is changed, the two are compared (see
-`mirror_histories`): a mirror of an origin that was recreated has the numbers of its origin and other messages. The
+Called by `mirror promote`. Before anything is changed, the two are compared (see
+`mirrors`): a mirror of an origin that was recreated has the numbers of its origin and other messages. The
 fence comes before the rest, for two streams that both take publishes are two histories which cannot be joined. Where a
 later step is refused, the origin is as it was. The consumers of the origin are made at the mirror before it takes
 publishes, so that the agents of the second site go on where those of the first had come to.
+
+`rehearse`, called by `mirror drill`, does this with a stream of its own while messages are published. Its result is
+what the real one would cost: how far the mirror was behind, for how long no publish was stored, and whether every
+message is stored exactly once after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import itertools
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import anyio
 from msgspec import Struct
 
+from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import quoted
-from aviso_workers.backends import Admin
+from aviso_workers.backends import Admin, Backend, Management
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream.info import SourceConfig, StreamConfig, StreamInfo
+from aviso_workers.jetstream.info import SourceConfig, StreamConfig
 from aviso_workers.jetstream.metadata import FENCED
-from aviso_workers.ops import consumer_positions, mirror_histories, mirrors
-from aviso_workers.ops.consumer_positions import Carried, StreamPlace
-from aviso_workers.ops.mirrors import ORIGIN_SECONDS, PROMOTED, Fenced
+from aviso_workers.ops import mirrors
+from aviso_workers.ops.mirrors import ORIGIN_SECONDS, PROMOTED, Carried, Fenced, StreamPlace
+from aviso_workers.state.own_streams import DRILL as ORIGIN
+from aviso_workers.state.own_streams import DRILL_MIRROR as MIRROR
 
 ASK_AGAIN_SECONDS = 0.05
 UNFENCE_SECONDS = 10.0
+SUBJECT = "aviso_workers.drill"
+PUBLISH_SECONDS = 1.0
+AGAIN_SECONDS = 0.01
 
 
 class Promotion(Struct, frozen=True, kw_only=True):
@@ -107,8 +118,8 @@ class _MirrorPromotion:
         self._patience_seconds = patience_seconds
         self._began = anyio.current_time()
 
-    async def compare(self) -> mirror_histories.HistoryComparison:
-        return await mirror_histories.compare(
+    async def compare(self) -> mirrors.HistoryComparison:
+        return await mirrors.compare(
             self._admin, self._stream, self.origin, api=self._api, timeout_seconds=ORIGIN_SECONDS
         )
 
@@ -119,8 +130,8 @@ class _MirrorPromotion:
         async with self._fence() as fenced:
             gap = await self._catch_up(fenced.last_sequence, recreated=recreated)
             # A message that was under way to several replicas when the stream was fenced may be stored a moment later.
-            gap += await self._catch_up((await self._of_origin()).last_sequence, recreated=recreated)
-            consumers = await consumer_positions.carry(there, here)
+            gap += await self._catch_up((await self._there.stream_info(self.origin)).last_sequence, recreated=recreated)
+            consumers = await mirrors.carry_consumers(there, here)
         try:
             if not await self._is_fenced():
                 raise RefusedError(
@@ -131,7 +142,7 @@ class _MirrorPromotion:
                 subjects or fenced.subjects, gap=None if recreated else gap, equal=equal, consumers=tuple(consumers)
             )
         except RefusedError:
-            await consumer_positions.remove(here, consumers)
+            await mirrors.remove_carried(here, consumers)
             await self._unfence(fenced)
             raise
         except BackendError as error:
@@ -166,24 +177,18 @@ class _MirrorPromotion:
         """Lift a fence that was not there before, unless another promotion of this mirror relies on it by now."""
         if fenced.already_fenced or not await self._is_fenced():
             return
-        if (await self._of_mirror()).config.mirror:
+        if (await self._admin.stream_info(self._stream)).config.mirror:
             await mirrors.unfence(self._there, self.origin)
 
     async def _is_fenced(self) -> bool:
-        return FENCED in (await self._of_origin()).config.metadata
-
-    async def _of_mirror(self) -> StreamInfo:
-        return await self._admin.stream_info(self._stream)
-
-    async def _of_origin(self) -> StreamInfo:
-        return await self._there.stream_info(self.origin)
+        return FENCED in (await self._there.stream_info(self.origin)).config.metadata
 
     async def _catch_up(self, until: int, *, recreated: bool) -> int:
         """Wait until the mirror has caught up, and return how many messages were missing. Raises `RefusedError`."""
         missing: int | None = None
         with anyio.move_on_after(self._patience_seconds):
             while True:
-                last = (await self._of_mirror()).last_sequence
+                last = (await self._admin.stream_info(self._stream)).last_sequence
                 # The newest messages of the origin may have been deleted.
                 is_last = last >= until or not await self._there.message(self.origin, last + 1, next_by_subject=">")
                 if missing is None:
@@ -202,7 +207,7 @@ class _MirrorPromotion:
         self, subjects: Sequence[str], *, gap: int | None, equal: int, consumers: tuple[Carried, ...] | None
     ) -> Promotion:
         """Turn the mirror into a stream of its own."""
-        last = (await self._of_mirror()).last_sequence
+        last = (await self._admin.stream_info(self._stream)).last_sequence
         config = {key: value for key, value in self._config.items() if key != "mirror"}
         promoted = f"{self._there.api_prefix} {self.origin} {last}"
         config["metadata"] = {**self._config.metadata, PROMOTED: promoted}
@@ -232,3 +237,96 @@ def _whole_mirror(config: StreamConfig) -> SourceConfig:
             f"{config.name} is not a complete mirror, because it has {mirror.left_out}, so it cannot replace its origin"
         )
     return mirror
+
+
+class FailoverDrill(Struct, frozen=True, kw_only=True):
+    """The result of a drill, which has passed where every message is stored once."""
+
+    promotion: Promotion
+    published: int
+    """Messages that were acknowledged, before and after."""
+    stored: int
+    """Messages that the promoted mirror holds."""
+    after_fence: int
+    """Messages that the origin took after it was fenced."""
+    interrupted_seconds: float
+    """The longest time without an acknowledgement."""
+
+    @property
+    def passed(self) -> bool:
+        return self.stored == self.published and self.after_fence == 0
+
+
+async def rehearse(admin: Admin, *, origin_api: str = "", messages: int = 1000) -> FailoverDrill:
+    """Fail over from a scratch stream at `origin_api` (a domain's, such as `$JS.hub.API`; empty: here) to one here.
+
+    Both are removed again. Works inside of `async with app:`. Raises `BackendError`.
+    """
+    there = admin.at(origin_api)
+    mirror, external = (ORIGIN, {"external": {"api": origin_api}}) if origin_api else (MIRROR, {})
+    async with (
+        _scratch(there, ORIGIN, {"subjects": [f"{SUBJECT}.>"]}),
+        _scratch(admin, mirror, {"mirror": {"name": ORIGIN, **external}}),
+    ):
+        publisher = _Publisher(admin, (mirror, ORIGIN), messages)
+        failure: BackendError | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publisher.run)
+            await publisher.half.wait()
+            try:
+                promoted = await promote(admin, mirror)
+                fenced = await there.stream_info(ORIGIN)
+            except BackendError as error:
+                failure = error
+                tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        left = await there.stream_info(ORIGIN)
+        return FailoverDrill(
+            promotion=promoted,
+            published=messages,
+            stored=(await admin.stream_info(mirror)).messages,
+            after_fence=left.last_sequence - fenced.last_sequence,
+            interrupted_seconds=publisher.longest_interruption,
+        )
+
+
+class _Publisher:
+    """A publisher of one message after another, each until one of the streams has stored it."""
+
+    def __init__(self, backend: Backend, streams: Iterable[str], messages: int) -> None:
+        self.half = anyio.Event()
+        self.longest_interruption = 0.0
+        self._backend = backend
+        self._streams = streams
+        self._messages = messages
+
+    async def run(self) -> None:
+        last = anyio.current_time()
+        for number in range(self._messages):
+            if number == self._messages // 2:
+                self.half.set()
+            await self._publish(number)
+            last, before = anyio.current_time(), last
+            self.longest_interruption = max(self.longest_interruption, last - before)
+
+    async def _publish(self, number: int) -> None:
+        message = Message(subject=f"{SUBJECT}.{number}", data=b"")
+        # Which stream takes publishes changes meanwhile, and each refuses those for the other one.
+        for stream in itertools.cycle(self._streams):
+            with suppress(BackendError):
+                await self._backend.publish(
+                    message, message_id=f"drill-{number}", stream=stream, timeout_seconds=PUBLISH_SECONDS
+                )
+                return
+            await anyio.sleep(AGAIN_SECONDS)
+
+
+@asynccontextmanager
+async def _scratch(streams: Management, name: str, config: dict[str, Any]) -> AsyncIterator[None]:
+    await streams.add_stream({"name": name, **config})
+    try:
+        yield
+    finally:
+        with anyio.CancelScope(shield=True), suppress(BackendError):
+            await streams.delete_stream(name)

@@ -24,7 +24,7 @@ from aviso_workers.errors import BackendError, ConflictError, RefusedError
 from aviso_workers.jetstream.answers import EXPECTED_LAST, MESSAGE_ID
 from aviso_workers.jetstream.info import StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
-from aviso_workers.ops import stream_pairs
+from aviso_workers.ops import inventory, mirrors
 from aviso_workers.ops.mirrors import PROMOTED
 
 RECOVERED = "Aviso-Workers-Recovered"
@@ -68,10 +68,10 @@ class Recovery:
         self.undecided = 0
         between: list[Message] = []
         differs = False
-        ours = stream_pairs.read(self._admin, self._stream, after=0, last=self._mirrored)
-        theirs = stream_pairs.read(self._there, self._origin.name, after=0, last=self._origin.last_sequence)
+        ours = inventory.messages_between(self._admin, self._stream, after=0, last=self._mirrored)
+        theirs = inventory.messages_between(self._there, self._origin.name, after=0, last=self._origin.last_sequence)
         async with aclosing(ours), aclosing(theirs):
-            async for mirrored, original in stream_pairs.side_by_side(ours, theirs):
+            async for mirrored, original in inventory.side_by_side(ours, theirs):
                 if original is None:
                     continue  # it was deleted at the origin, or it is of the history that the origin has lost
                 if original.sequence > self._mirrored:
@@ -83,7 +83,7 @@ class Recovery:
                 elif mirrored is None:
                     between.append(original)
                 else:
-                    was_different, differs = differs, _content(mirrored) != _content(original)
+                    was_different, differs = differs, mirrors.kept(mirrored) != mirrors.kept(original)
                     for message in self._decide(between, was_different or differs):
                         yield message
                     between = []
@@ -144,7 +144,7 @@ class _RecoveryPublisher:
         """Read which messages were published since the promotion."""
         info = await self._admin.stream_info(self._stream)
         self._replaces = info.config.max_msgs_per_subject > 0
-        stored = stream_pairs.read(self._admin, self._stream, after=self._mirrored, last=info.last_sequence)
+        stored = inventory.messages_between(self._admin, self._stream, after=self._mirrored, last=info.last_sequence)
         async with aclosing(stored):
             async for message in stored:
                 headers = message.headers or {}
@@ -262,8 +262,3 @@ def _at_domain(config: Config, api: str) -> Config:
     backend = config.notification_backend
     there = structs.replace(backend, jetstream=structs.replace(backend.jetstream, domain=parts[1]))
     return structs.replace(config, notification_backend=there)
-
-
-def _content(message: Message) -> tuple[int, str, bytes]:
-    """Return the parts of a message that a mirror keeps as its origin has them."""
-    return message.timestamp_ns, message.subject, message.data

@@ -21,17 +21,14 @@ from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.ops.agent_inventory import Recorded
-from aviso_workers.ops.denials import Denials, asked, noted
-from aviso_workers.ops.health import CATCHES_UP, Unknown
-from aviso_workers.ops.inventory import Listing
+from aviso_workers.ops.health import CATCHES_UP, AllWorkers, Unknown
+from aviso_workers.ops.inventory import Denials, Listing, asked, noted
 from aviso_workers.state import bucket_names, own_streams, worker_records
 from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.state.worker_records import AppWorkers
 from aviso_workers.task_groups import asked_of_each, task_group
 
 T = TypeVar("T")
-AllWorkers = Mapping[str, AppWorkers | Unknown] | Unknown
-"""The workers that have recorded themselves, by app, as far as that is known."""
 AT_ONCE = 32
 """The most streams whose consumers are listed side by side."""
 MOST_ASKED = 10

@@ -36,9 +36,8 @@ from aviso_workers.ops.agent_control import end_text
 from aviso_workers.ops.agent_report import AgentHealth
 from aviso_workers.ops.audit import Agent, Records
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
-from aviso_workers.ops.denials import Denials, asked, noted
 from aviso_workers.ops.health import UNKNOWN, AgentFacts
-from aviso_workers.ops.inventory import StoredMessage
+from aviso_workers.ops.inventory import Denials, StoredMessage, asked, noted
 from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.state import asyncapi, dead_letter_records, own_streams
 from aviso_workers.state.audit_records import ERASED, GIVEN_AGAIN, PASSED_OVER, RETURNED, Deed, Erased

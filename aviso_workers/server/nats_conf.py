@@ -39,7 +39,7 @@ from aviso_workers.config.nats_server import (
 )
 from aviso_workers.config.secrets import HIDDEN
 from aviso_workers.errors import ConfigError
-from aviso_workers.server import find_binary, mistakes
+from aviso_workers.server import find_binary, profiles
 from aviso_workers.server.accounts import Connected
 from aviso_workers.server.profiles import Choice
 
@@ -90,7 +90,7 @@ def render(
     for key, value in (run or {}).items():
         conf.put(key, value, "server")
     if conf.mistakes:
-        raise ConfigError(mistakes.located(path, problem, origins=origins) for path, problem in conf.mistakes)
+        raise ConfigError(profiles.located(path, problem, origins=origins) for path, problem in conf.mistakes)
     return Rendered(lines=tuple(conf.lines), secrets=tuple(conf.secrets))
 
 
@@ -133,7 +133,7 @@ def _refusals(rendered: Rendered, said: str, *, file: str, origins: Mapping[str,
         number, problem = (int(found[1]), found[2]) if found else (NO_POSITION, line)
         path = rendered.lines[number - 1][1] if number != NO_POSITION else _named_in(problem, origins)
         refused = f"is refused by nats-server: {rendered.without_secrets(problem)}"
-        yield mistakes.located(path, refused, origins=origins)
+        yield profiles.located(path, refused, origins=origins)
 
 
 def _named_in(problem: str, paths: Mapping[str, str]) -> str:
@@ -287,18 +287,14 @@ def _account(conf: _Conf, account: Account, *, name: str, is_system: bool) -> No
         if not is_system:
             _account_jetstream(conf, account.jetstream, f"{path}.jetstream")
         if isinstance(account, Connected):
-            _exports(conf, account, path)
+            for subject, importers in conf.each("exports:", path, account.exports.items()):
+                with conf.block("", path):
+                    conf.put("service", subject, path)
+                    conf.put("accounts", importers, path)
             _imports(conf, account, path)
         with conf.block("users:", f"{path}.users", "[]"):
             for user_name, user in account.users.items():
                 _user(conf, user, name=user_name, path=f"{path}.users.{user_name}")
-
-
-def _exports(conf: _Conf, account: Connected, path: str) -> None:
-    for subject, importers in conf.each("exports:", path, account.exports.items()):
-        with conf.block("", path):
-            conf.put("service", subject, path)
-            conf.put("accounts", importers, path)
 
 
 def _imports(conf: _Conf, account: Connected, path: str) -> None:

@@ -36,16 +36,18 @@ from aviso_workers.config import Config, Server
 from aviso_workers.config.nats_server import LOOPBACK, Cluster
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.server import (
+    STANDSTILL_SECONDS,
+    Tell,
     find_binary,
     last_error,
     nats_conf,
+    processor_seconds,
     profiles,
-    readiness,
     start_tied,
     store,
-    store_swap,
+    tell_nobody,
+    wait_while_it_works,
 )
-from aviso_workers.server.readiness import Tell
 from aviso_workers.server.store import Asset
 
 DIRECTORY = Path(".aviso-workers/server")
@@ -120,7 +122,7 @@ def start(
     directory: Path,
     nodes: int = 1,
     detached: bool = True,
-    tell: Tell = readiness.ignore,
+    tell: Tell = tell_nobody,
     in_stores: Mapping[str, Path] | None = None,
 ) -> tuple[Node, ...]:
     """Start the nodes that do not run, and wait until all of them are healthy and serve all that is in their stores.
@@ -137,7 +139,7 @@ def start(
     server, choices = profiles.choose(config, profile="development")
     try:
         with alone(directory):
-            for each in store_swap.finish(directory):
+            for each in store.finish_swap(directory):
                 before = f"{each.previous} the one before"
                 tell(f"{each.place} is the new store, {before}: `server rotate-key` was interrupted")
             places = in_stores or stores(server, directory=directory, nodes=nodes)
@@ -177,7 +179,7 @@ def _start(
         for node in missing:
             _spawn(node, place=places[node.name], detached=detached)
             undo.callback(_end_in_order, node)
-        is_ready = readiness.wait(
+        is_ready = wait_while_it_works(
             lambda: all(tuple(map(_is_healthy, planned))),  # all are asked: one may have ended
             progress=lambda: tuple(map(_progress, planned)),
             tell=lambda taken: tell(_waited_for(planned, taken)),
@@ -536,7 +538,7 @@ def _progress(node: Node) -> tuple[int, int]:
     """Return numbers that change while a node works at getting ready."""
     lines = sum(HEALTH not in line for line in node.log.splitlines())  # it logs when it is asked
     with suppress(OSError, ValueError):
-        return lines, readiness.processor_seconds(node.pid)
+        return lines, processor_seconds(node.pid)
     return lines, 0
 
 
@@ -552,7 +554,7 @@ def _last_line(log: str) -> str:
 def _stands_still(nodes: list[Node]) -> str:
     late = _unready(nodes)
     return (
-        f"nats-server {late.name} is not ready, and has done nothing for {readiness.STANDSTILL_SECONDS:.0f} s: "
+        f"nats-server {late.name} is not ready, and has done nothing for {STANDSTILL_SECONDS:.0f} s: "
         f"{_health(late)}: {last_error(late.log)}. It still runs: see {late.directory / 'nats-server.log'} and "
         "`aviso-workers server status`, or end it with `aviso-workers server stop`"
     )

@@ -7,17 +7,23 @@ encrypted.
 
 The cipher of a store follows from the sizes of its keys. nats-server 2.15.0 converts a store that it finds encrypted
 in another way, or not at all, and loses consumers and streams in doing so, so nothing of ours has it do that.
+
+`ops.key_rotation` replaces old stores by new ones so that a kill at any moment leaves the whole old or the whole new
+ones, and `processes` finishes what was begun before it starts a server. What is begun is written down first: while the
+file is there the new stores are the ones that count, and the old ones before. A store that is replaced is renamed, and
+no command of ours removes it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from aviso_workers import files
 from aviso_workers.errors import ServerProcessError
 
 SERVED = "/jsz?accounts=true&streams=true&consumers=true&limit=1000000"
@@ -30,6 +36,7 @@ GLOBAL_ACCOUNT = "$G"
 NAMED = 5
 SETTLE_SECONDS = 0.5
 """A stream or consumer is served, or off the disk, so long after it was made or deleted."""
+BEGUN = "swap.json"
 
 
 class Asset(Struct, frozen=True, order=True):
@@ -145,3 +152,48 @@ def describe(missing: Iterable[Asset], *, of: Iterable[Asset]) -> str:
         f"{streams - lost_streams} of {streams} streams and {len(of) - streams - lost} of {len(of) - streams} "
         f"consumers of the store are served; not {names}"
     )
+
+
+class Replacement(Struct, frozen=True, kw_only=True):
+    """The replacement of one store by another. The three paths are on one file system."""
+
+    place: Path
+    new: Path
+    """The new store, in a directory of its own, which is removed with it."""
+    previous: Path
+    """The path to which the store at the place is renamed."""
+
+
+def begin_swap(directory: Path, replacements: Sequence[Replacement]) -> None:
+    """Record that the new stores are to replace the old ones. From here on `finish_swap` puts them in place, in any
+    process.
+    """
+    draft = directory / f"{BEGUN}.draft"
+    with draft.open("wb") as file:
+        file.write(msgspec.json.encode(replacements, enc_hook=str))
+        files.sync(file)
+    draft.rename(directory / BEGUN)
+    files.sync_directory(directory)
+
+
+def finish_swap(directory: Path) -> Sequence[Replacement]:
+    """Put the new stores in place where that was begun, and return what was replaced; nothing where nothing was
+    begun.
+    """
+    begun = directory / BEGUN
+    if not begun.exists():
+        return ()
+    replacements = msgspec.json.decode(
+        begun.read_bytes(), type=list[Replacement], dec_hook=lambda type_, text: type_(text)
+    )
+    for each in replacements:
+        if not each.new.exists():
+            continue  # it is in place
+        if each.place.exists():
+            each.place.rename(each.previous)
+        each.new.rename(each.place)
+        each.new.parent.rmdir()
+        files.sync_directory(each.place.parent)
+    begun.unlink()
+    files.sync_directory(directory)
+    return replacements

@@ -24,7 +24,7 @@ from aviso_workers.backends.buckets import open_existing
 from aviso_workers.errors import DeniedError
 from aviso_workers.events import Event, Measured, Settled
 from aviso_workers.jetstream.specs import ConsumerSpec
-from aviso_workers.ops import worker_health
+from aviso_workers.ops import health
 from aviso_workers.server import NatsServer
 from aviso_workers.state import worker_records
 from tests.waits import PATIENCE_SECONDS, flushed
@@ -203,7 +203,7 @@ async def test_a_worker_that_was_killed_needs_somebody(
 ) -> None:
     """`labels` leaves the record of a worker that has ended in order: here it is one that says nothing any more."""
     monkeypatch.setattr(worker_records, "LIVES_SECONDS", 0.2)
-    monkeypatch.setattr(worker_health, "COMES_BACK", timedelta(0))
+    monkeypatch.setattr(health, "COMES_BACK", timedelta(0))
     (ended,) = (await worker_records.of_app(app.session.admin, app.name)).ended
     async with observing(app):
         await shown.until(lambda: bool(shown.state_of(labels)))

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from aviso_workers import App
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import retention
+from aviso_workers.ops.backups import schedules
 from tests.cli.conftest import Ran
 from tests.ops.backups.test_encryption import Key
 
@@ -162,7 +162,7 @@ def test_a_damaged_newest_backup_removes_no_whole_one(run: Run, filled: Path) ->
 
 def test_nothing_is_removed_while_the_clock_is_wrong(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = made(run, filled)
-    monkeypatch.setattr(retention, "SKEW", timedelta(seconds=-1))
+    monkeypatch.setattr(schedules, "SKEW", timedelta(seconds=-1))
     ran = run("backup", "create", "mars", "--to", "kept", "--keep", "1", "--config", filled)
     assert (ran.code, "no backup of MARS is removed: this machine's clock" in ran.err, before.exists()) == (
         1,

@@ -15,7 +15,7 @@ import pytest
 
 from aviso_workers.backends import Admin
 from aviso_workers.errors import DeniedError
-from aviso_workers.ops import worker_health
+from aviso_workers.ops import health
 from aviso_workers.state import worker_records
 from aviso_workers.state.worker_records import AppWorkers
 from tests.cli.conftest import Ran
@@ -92,7 +92,7 @@ def test_a_killed_worker_is_told_until_another_one_runs_and_one_that_ends_in_ord
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_records, "LIVES_SECONDS", 5.0)
-    monkeypatch.setattr(worker_health, "COMES_BACK", timedelta(0))
+    monkeypatch.setattr(health, "COMES_BACK", timedelta(0))
     goes_on, ends, killed = (worker("v1") for _ in range(3))  # the others are not in its place
     assert ends.end(signal.SIGTERM) == 0
     assert until(listed, lambda rows: len(rows) == 1) == (0, {"index": ("idle", "")})
@@ -118,7 +118,7 @@ def test_two_versions_that_run_side_by_side_are_told(
 ) -> None:
     first, second = worker("v1"), worker("v2")
     assert listed() == (0, {"index": ("idle", "")}), "it may be a deploy"
-    monkeypatch.setattr(worker_health, "DEPLOY", timedelta(0))
+    monkeypatch.setattr(health, "DEPLOY", timedelta(0))
     code, rows = until(listed, lambda rows: len(rows) == 2)
     why = f"2 versions run: v1 on {name_of(first)}, v2 on {name_of(second)}"
     assert (code, rows) == (1, {"index": ("idle", ""), "all workers": ("several versions", why)})
@@ -139,7 +139,7 @@ def test_an_app_whose_workers_may_not_be_read_hides_no_other_app(
 
     worker("v1"), worker("v2"), worker("v1", "other")
     monkeypatch.setattr(worker_records, "of_app", of_some)
-    monkeypatch.setattr(worker_health, "DEPLOY", timedelta(0))
+    monkeypatch.setattr(health, "DEPLOY", timedelta(0))
     rows = map(json.loads, run("agents", "ls", "--seconds", "0.1", "--json", "--config", config).lines)
     assert {(row["app"], row["agent"]): row["state"] for row in rows} == {
         ("field", "index"): "idle",

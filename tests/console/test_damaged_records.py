@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aviso_workers import App
-from aviso_workers.ops import timer_report
+from aviso_workers.ops import timer_control
 from aviso_workers.state import consumer_records, declarations, orders, timer_requests
 from aviso_workers.testing import Harness
 from tests.console.conftest import Served, publish, shown
@@ -95,7 +95,7 @@ async def test_a_pause_until_the_end_of_time_has_no_next_ticks(console: Served, 
     pause = {"since": "0001-01-01T00:00:00+14:00", "until": "9999-12-31T23:59:59-12:00", "by": "x"}
     bucket = await orders.bucket(console.admin, "field-index")
     await bucket.put(timer_requests.pause_key("field-index", "report"), json.dumps(pause).encode())
-    (row,) = await timer_report.of_app(console.admin, "field-index", app.timers, ticks=2)
+    (row,) = await timer_control.rows(console.admin, "field-index", app.timers, ticks=2)
     assert row.next == ()
     assert row.paused is not None
     async with console.client() as client:

@@ -13,7 +13,7 @@ import pytest
 
 from aviso_workers import App, Tick
 from aviso_workers.clocks import LoopClock
-from aviso_workers.ops import agent_inventory, agent_report, timer_control, timer_report
+from aviso_workers.ops import agent_inventory, agent_report, timer_control
 from aviso_workers.state import consumer_records, declarations, failure_records, worker_records
 from aviso_workers.state.worker_records import AppWorkers
 from aviso_workers.testing import Harness, harness
@@ -77,7 +77,7 @@ async def test_a_pause_is_as_long_as_it_was_said(
         ticks.clear()
         await ticked(t, ticks, "other", 3)
         assert "paused" not in ticks
-        rows = await timer_report.of_app(admin, "contract", app.timers, ticks=1)
+        rows = await timer_control.rows(admin, "contract", app.timers, ticks=1)
         assert [row.timer for row in rows if row.paused] == ["paused"]
         assert ("contract", "paused") in (await agent_inventory.recorded(admin)).pauses
         await timer_control.pause(admin, "contract", "paused", seconds=2)

@@ -19,7 +19,7 @@ import pytest
 from aviso_workers import App, Notification, RetryPolicy
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import DeniedError
-from aviso_workers.ops import agent_report, snapshots, worker_health
+from aviso_workers.ops import agent_report, health, snapshots
 from aviso_workers.state import declarations, worker_records
 from aviso_workers.state.worker_records import AppWorkers, WorkerRecord
 from aviso_workers.testing import Harness, harness
@@ -260,13 +260,13 @@ async def test_two_versions_are_told_once_they_run_for_longer_than_a_deploy_take
         await t.deploy(version("v2"), beside=True)
         await recorded(t, lambda found: len(found) == 2)
         now = await snapshots.take(t.app.session.admin)
-        calm = worker_health.of_app(now.workers_of("contract"), now=now.recorded.time)
+        calm = health.judge_app(now.workers_of("contract"), now=now.recorded.time)
         here = f"{socket.gethostname()}/{os.getpid()}"
         assert (calm.state, calm.why) == ("deploying", f"2 versions run: v1 on {here}, v2 on {here}")
         if url is None:
             await t.advance("16m")
         else:
-            monkeypatch.setattr(worker_health, "DEPLOY", timedelta(0))
+            monkeypatch.setattr(health, "DEPLOY", timedelta(0))
         (row,) = agent_report.workers_in_trouble(await snapshots.take(t.app.session.admin))
         assert (row.agent, row.state, row.why, row.needs) == ("all workers", "several versions", calm.why, True)
         await t.deploy(t.app)

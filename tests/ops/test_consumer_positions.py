@@ -10,8 +10,8 @@ from aviso_workers.backends import Management
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream import info
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import consumer_positions
-from aviso_workers.ops.consumer_positions import StreamPlace
+from aviso_workers.ops import mirrors
+from aviso_workers.ops.mirrors import StreamPlace
 
 pytestmark = pytest.mark.anyio
 
@@ -34,15 +34,15 @@ class Cluster:
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> StreamPlace:
-    monkeypatch.setattr(consumer_positions, "ELECTION_SECONDS", 0.0)
+    monkeypatch.setattr(mirrors, "ELECTION_SECONDS", 0.0)
     return StreamPlace(streams=cast(Management, Cluster()), stream="MARS")
 
 
 async def test_a_consumer_that_no_server_answers_for_is_told_of_and_not_proven(place: StreamPlace) -> None:
-    (carried,) = await consumer_positions.carry(place, place)
+    (carried,) = await mirrors.carry_consumers(place, place)
     assert (carried.consumer, carried.made, "not known" in carried.refused) == ("leaderless", False, True)
 
 
 async def test_a_copy_is_not_whole_while_a_consumer_of_its_original_is_not_told(place: StreamPlace) -> None:
     with pytest.raises(UnavailableError, match="MARS: consumer leaderless: no server answers for it"):
-        await consumer_positions.bring_on(place, place)
+        await mirrors.bring_consumers_on(place, place)

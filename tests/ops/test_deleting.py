@@ -1,4 +1,4 @@
-"""Deletions are many at once only while each is answered soon: see `ops.erasure.deletion`."""
+"""Deletions are many at once only while each is answered soon: see `ops.erasure.erase`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from aviso_workers.errors import NotFoundError, UnavailableError
-from aviso_workers.ops.erasure import deletion
-from aviso_workers.ops.erasure.deletion import MAX_UNDER_WAY, DeletionPace
+from aviso_workers.ops.erasure import erase
+from aviso_workers.ops.erasure.erase import MAX_UNDER_WAY, DeletionPace
 
 pytestmark = pytest.mark.anyio
 
@@ -34,15 +34,15 @@ class Server:
 
 
 async def test_a_slow_server_is_asked_for_one_after_another() -> None:
-    server = Server(seconds=deletion.SOON_SECONDS * 1.5)
-    await deletion.delete(server, "MARS", range(5), pace=DeletionPace(), progress=lambda _: None)  # type: ignore[arg-type]
+    server = Server(seconds=erase.SOON_SECONDS * 1.5)
+    await erase.delete(server, "MARS", range(5), pace=DeletionPace(), progress=lambda _: None)  # type: ignore[arg-type]
     assert (server.deleted, server.most_waiting) == ([0, 1, 2, 3, 4], 1)
 
 
 async def test_a_fast_server_is_asked_for_many_at_once() -> None:
     server = Server(seconds=0.0)
     told: list[int] = []
-    await deletion.delete(server, "MARS", range(3000), pace=DeletionPace(), progress=told.append)  # type: ignore[arg-type]
+    await erase.delete(server, "MARS", range(3000), pace=DeletionPace(), progress=told.append)  # type: ignore[arg-type]
     assert (sorted(server.deleted), sum(told)) == (list(range(3000)), 3000)
     assert server.most_waiting > 16
 
@@ -57,13 +57,13 @@ async def test_an_election_of_a_leader_is_waited_for(monkeypatch: pytest.MonkeyP
 
     told: list[int] = []
     server = Electing(seconds=0.0)
-    await deletion.delete(server, "MARS", range(5), pace=DeletionPace(), progress=lambda _: None)  # type: ignore[arg-type]
+    await erase.delete(server, "MARS", range(5), pace=DeletionPace(), progress=lambda _: None)  # type: ignore[arg-type]
     assert (server.deleted, told) == ([0, 1, 2, 4], [0, 0, 3])
 
     told.clear()
-    monkeypatch.setattr(deletion, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(erase, "PATIENCE_SECONDS", -1.0)
     with pytest.raises(UnavailableError, match="no leader"):
-        await deletion.delete(server, "MARS", [0], pace=DeletionPace(), progress=lambda _: None)  # type: ignore[arg-type]
+        await erase.delete(server, "MARS", [0], pace=DeletionPace(), progress=lambda _: None)  # type: ignore[arg-type]
 
 
 def test_the_pace_grows_by_answers_and_falls_by_half() -> None:

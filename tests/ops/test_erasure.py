@@ -23,7 +23,7 @@ from aviso_workers.backends import Administration, Chunk, Message
 from aviso_workers.errors import InvalidNotificationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream.info import Cluster, Replica, StreamConfig, StreamInfo
 from aviso_workers.ops import backups
-from aviso_workers.ops.erasure import Eraser, Survey, deletion, suspects
+from aviso_workers.ops.erasure import Eraser, Survey, copies, erase
 from aviso_workers.server import NatsServer
 from aviso_workers.state import consumer_records, orders
 from tests.stories.processes import cluster
@@ -458,7 +458,7 @@ async def test_a_value_is_found_in_a_key_unless_it_is_a_part_of_a_longer_word(
     await (await place.app.session.backend.key_value("index__table__sums")).put("one", json.dumps(text).encode())
     admin = place.app.session.admin
     infos = {"KV_index__table__sums": await admin.stream_info("KV_index__table__sums")}
-    [suspect] = await suspects.find(admin, infos, [value])
+    [suspect] = await copies.find_suspects(admin, infos, [value])
     assert suspect.named == (("one",) if found else ())
 
 
@@ -642,16 +642,16 @@ class Replicas:
 
 async def test_a_replica_that_has_not_carried_out_what_it_has_received_is_waited_for() -> None:
     cluster: Any = Replicas(late=[9, 8])
-    assert await deletion.not_current(cluster, "MARS", ()) == []
+    assert await erase.not_current(cluster, "MARS", ()) == []
     assert cluster.late == []
 
 
 async def test_a_replica_that_does_not_come_to_hold_what_its_leader_holds_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deletion, "WITHIN_SECONDS", 0.5)
+    monkeypatch.setattr(erase, "WITHIN_SECONDS", 0.5)
     cluster: Any = Replicas(late=[9] * 1000)
-    assert await deletion.not_current(cluster, "MARS", ()) == ["n-3"]
+    assert await erase.not_current(cluster, "MARS", ()) == ["n-3"]
 
 
 async def test_what_was_purged_before_is_told(place: Place) -> None:

@@ -14,10 +14,9 @@ from aviso_workers import App
 from aviso_workers.backends import Administration, Message, Outgoing
 from aviso_workers.errors import BackupError, UnavailableError
 from aviso_workers.jetstream.metadata import UNFINISHED
-from aviso_workers.ops import backups, following_copies, mirrors, stream_copies
+from aviso_workers.ops import backups, mirrors, stream_copies
 from aviso_workers.ops.backups import restoration
-from aviso_workers.ops.following_copies import Followed
-from aviso_workers.ops.stream_copies import Copied
+from aviso_workers.ops.stream_copies import Copied, Followed
 from aviso_workers.server import NatsServer
 from tests.waits import PATIENCE_SECONDS
 
@@ -61,7 +60,7 @@ class Move:
 
     async def follow(self) -> Followed:
         with anyio.fail_after(PATIENCE_SECONDS):
-            return await following_copies.follow(
+            return await stream_copies.follow(
                 self.source.session.admin, self.target.session.admin, "MARS", on_progress=self._on_progress
             )
 
@@ -187,7 +186,7 @@ async def test_an_original_that_is_made_again_while_it_is_followed_changes_nothi
     """It has sequences behind those of the copy and none before, and what the copy has is nowhere else."""
     await move.make(5)
     await move.copy()
-    opened = following_copies._FollowingCopy.open
+    opened = stream_copies._FollowingCopy.open
 
     async def make_again(self: Any) -> None:
         await opened(self)
@@ -196,7 +195,7 @@ async def test_an_original_that_is_made_again_while_it_is_followed_changes_nothi
         await move.here.api("STREAM.PURGE.MARS", {"seq": 8})
         await move.fence()
 
-    monkeypatch.setattr(following_copies._FollowingCopy, "open", make_again)
+    monkeypatch.setattr(stream_copies._FollowingCopy, "open", make_again)
     with pytest.raises(BackupError, match="MARS was deleted and recreated at"):
         await move.follow()
     assert [sequence for sequence, _, _ in await move.contents(move.target)] == [1, 2, 3, 4, 5]
@@ -207,10 +206,10 @@ async def test_two_that_follow_side_by_side_disturb_nothing(move: Move, monkeypa
     await move.copy()
     await move.publish(3)
     await move.here.api("STREAM.MSG.DELETE.MARS", {"seq": 2})
-    late = following_copies._FollowingCopy(move.source.session.admin, move.target.session.admin, "MARS")
+    late = stream_copies._FollowingCopy(move.source.session.admin, move.target.session.admin, "MARS")
     await late.open()
     await move.fence()
-    compare = following_copies._FollowingCopy._compare
+    compare = stream_copies._FollowingCopy._compare
 
     async def compare_late(self: Any, last: int) -> tuple[int, int]:
         compared = await compare(self, last)
@@ -218,7 +217,7 @@ async def test_two_that_follow_side_by_side_disturb_nothing(move: Move, monkeypa
         assert (await move.follow()).messages == 7
         return compared
 
-    monkeypatch.setattr(following_copies._FollowingCopy, "_compare", compare_late)
+    monkeypatch.setattr(stream_copies._FollowingCopy, "_compare", compare_late)
     with pytest.raises(BackupError, match="has taken its place already, by another command"):
         await move.follow()
     with pytest.raises(BackupError, match="has taken its place already, by another command"):
@@ -231,7 +230,7 @@ async def test_a_copy_that_another_command_has_brought_further_is_no_other_strea
     await move.copy()
     await move.publish(3)
     late, other = [
-        following_copies._FollowingCopy(move.source.session.admin, move.target.session.admin, "MARS") for _ in range(2)
+        stream_copies._FollowingCopy(move.source.session.admin, move.target.session.admin, "MARS") for _ in range(2)
     ]
     await late.open()
     await other.open()
@@ -255,7 +254,7 @@ async def test_one_that_was_ended_is_carried_on(move: Move, monkeypatch: pytest.
         await move.follow()
     assert (await move.target.session.backend.stream_info("MARS")).last_sequence == 505
     await move.fence()
-    assert await following_copies.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
+    assert await stream_copies.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
     followed = await move.follow()
     assert (followed.messages, followed.last_sequence, followed.appended) == (705, 705, 200)
     assert await move.is_the_same()
@@ -270,7 +269,7 @@ async def test_a_copy_of_which_only_part_was_restored_is_made_anew(move: Move, m
     metadata = {**config["metadata"], UNFINISHED: "true"}
     await move.there.api("STREAM.UPDATE.MARS", {**config, "subjects": ["MARS"], "metadata": metadata})
     await move.there.request("MARS", b"not as the original has it")
-    assert not await following_copies.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
+    assert not await stream_copies.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
     await move.copy()
     await move.fence()
     assert (await move.follow()).messages == 5
@@ -322,7 +321,7 @@ async def test_a_copy_of_another_stream_is_not_carried_on(move: Move) -> None:
     await move.here.api("STREAM.DELETE.MARS")
     await move.make(7)
     with pytest.raises(BackupError, match="delete that copy to begin again"):
-        await following_copies.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
+        await stream_copies.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
 
 
 @pytest.mark.parametrize("config", [{"retention": "interest"}, {"allow_msg_schedules": True}])
@@ -342,7 +341,7 @@ async def test_a_stream_that_moves_on_while_it_is_copied(move: Move, monkeypatch
     )
     assert (copied.meanwhile, copied.whole, copied.subjects) == (2, False, ())
     await move.fence()
-    assert await following_copies.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
+    assert await stream_copies.is_begun(move.source.session.admin, move.target.session.admin, "MARS")
     assert (await move.follow()).appended == 2
     assert await move.is_the_same()
 

@@ -22,9 +22,9 @@ from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig, StreamSource
 
 from aviso_workers.errors import ServerProcessError
-from aviso_workers.server import processes, store_swap
+from aviso_workers.server import processes, store
 from aviso_workers.server.processes import Node
-from aviso_workers.server.store_swap import Replacement
+from aviso_workers.server.store import Replacement
 from tests.ops.conftest import Run
 from tests.server.conftest import load_server
 from tests.waits import PATIENCE_SECONDS
@@ -281,7 +281,7 @@ def test_a_kill_between_any_two_renames_leaves_the_new_stores(
         replacements.append(
             Replacement(place=place / "jetstream", new=place / "new/jetstream", previous=place / "previous")
         )
-    store_swap.begin(tmp_path, replacements)
+    store.begin_swap(tmp_path, replacements)
     rename, left = Path.rename, iter(range(renames))
 
     def rename_until_killed(path: Path, target: Path) -> Path:
@@ -292,9 +292,9 @@ def test_a_kill_between_any_two_renames_leaves_the_new_stores(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", rename_until_killed)
         with pytest.raises(KeyboardInterrupt):
-            store_swap.finish(tmp_path)
-    assert store_swap.finish(tmp_path) == replacements
-    assert store_swap.finish(tmp_path) == ()
+            store.finish_swap(tmp_path)
+    assert store.finish_swap(tmp_path) == replacements
+    assert store.finish_swap(tmp_path) == ()
     for each in replacements:
         name = each.place.parent.name
         assert (each.place / "content").read_text() == f"{name} new/jetstream"
@@ -310,7 +310,7 @@ def test_a_start_takes_the_new_store_where_rotate_key_was_killed_before_it_was_i
     place, new = Path("stores/jetstream"), Path("stores/jetstream.new/jetstream")
     shutil.copytree(place, new)
     (place / "old").touch()
-    store_swap.begin(DIRECTORY, [Replacement(place=place, new=new, previous=Path("stores/previous"))])
+    store.begin_swap(DIRECTORY, [Replacement(place=place, new=new, previous=Path("stores/previous"))])
     ran = run("server", "start", "--config", config, "--directory", DIRECTORY)
     told = "stores/jetstream is the new store, stores/previous the one before: `server rotate-key` was interrupted\n"
     assert (ran.code, ran.err.splitlines(keepends=True)[0]) == (0, told)

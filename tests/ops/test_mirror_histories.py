@@ -13,7 +13,7 @@ import pytest
 from aviso_workers import App
 from aviso_workers.backends import Administration, Message
 from aviso_workers.errors import RefusedError, UnavailableError
-from aviso_workers.ops import backups, consumer_positions, mirror_histories, mirrors, promotion
+from aviso_workers.ops import backups, mirrors, promotion
 from aviso_workers.ops.mirrors import Link, Mirrors
 from aviso_workers.server import NatsServer
 from tests.waits import PATIENCE_SECONDS
@@ -124,7 +124,7 @@ async def test_an_origin_that_was_restored_whole_is_the_same_history(pair: Pair,
 async def test_an_origin_without_a_common_message_is_judged_by_its_creation(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror_histories, "CLOCKS", timedelta(0))
+    monkeypatch.setattr(mirrors, "CLOCKS", timedelta(0))
     await pair.make_origin(10)
     await pair.make_mirror()
     await pair.caught_up(10)
@@ -136,7 +136,7 @@ async def test_an_origin_without_a_common_message_is_judged_by_its_creation(
 async def test_a_mirror_that_was_emptied_lacks_what_a_new_origin_holds(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror_histories, "CLOCKS", timedelta(0))
+    monkeypatch.setattr(mirrors, "CLOCKS", timedelta(0))
     await pair.make_origin(10)
     await pair.make_mirror()
     await pair.caught_up(10)
@@ -146,7 +146,7 @@ async def test_a_mirror_that_was_emptied_lacks_what_a_new_origin_holds(
 
 
 async def test_a_mirror_that_keeps_less_than_its_origin_is_well(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_histories, "CLOCKS", timedelta(0))
+    monkeypatch.setattr(mirrors, "CLOCKS", timedelta(0))
     await pair.make_origin(10)
     await pair.make_mirror(max_msgs=4)
     await pair.caught_up(10)
@@ -188,14 +188,14 @@ async def test_a_promotion_needs_its_fence_until_its_end(pair: Pair, monkeypatch
     await pair.make_origin(5)
     await pair.make_mirror()
     await pair.caught_up(5)
-    carry = consumer_positions.carry
+    carry = mirrors.carry_consumers
 
-    async def give_up_beside(*places: Any) -> list[consumer_positions.Carried]:
+    async def give_up_beside(*places: Any) -> list[mirrors.Carried]:
         await mirrors.unfence(pair.app.session.admin, "MARS")
         return await carry(*places)
 
     with monkeypatch.context() as patched:
-        patched.setattr(consumer_positions, "carry", give_up_beside)
+        patched.setattr(mirrors, "carry_consumers", give_up_beside)
         with pytest.raises(RefusedError, match="MARS takes publishes again"):
             await promotion.promote(pair.app.session.admin, "COPY")
     assert (await pair.link()).relation == "mirror"
@@ -209,12 +209,12 @@ async def test_a_promotion_that_gives_up_leaves_the_fence_to_one_that_was_done(
     await pair.make_mirror()
     await pair.caught_up(5)
 
-    async def be_late(*places: Any) -> list[consumer_positions.Carried]:
+    async def be_late(*places: Any) -> list[mirrors.Carried]:
         monkeypatch.undo()
         await promotion.promote(pair.app.session.admin, "COPY", subjects=("copy.>",))
         raise UnavailableError("no answer in time")
 
-    monkeypatch.setattr(consumer_positions, "carry", be_late)
+    monkeypatch.setattr(mirrors, "carry_consumers", be_late)
     with pytest.raises(UnavailableError):
         await promotion.promote(pair.app.session.admin, "COPY")
     assert not await pair.takes_publishes()
@@ -228,7 +228,7 @@ async def test_a_fence_that_cannot_be_taken_down_is_told(pair: Pair, monkeypatch
     async def fail(*places: Any, **options: Any) -> None:
         raise UnavailableError("no answer in time")
 
-    monkeypatch.setattr(consumer_positions, "carry", fail)
+    monkeypatch.setattr(mirrors, "carry_consumers", fail)
     monkeypatch.setattr(mirrors, "unfence", fail)
     with pytest.raises(UnavailableError, match="nothing was promoted, and MARS may be fenced still"):
         await promotion.promote(pair.app.session.admin, "COPY")

@@ -19,9 +19,8 @@ from aviso_workers import App, Notification, config
 from aviso_workers.backends import Administration, Management
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.jetstream.plans import Plan
-from aviso_workers.ops import consumer_positions, failover_drill, mirrors, promotion, recovery, stream_policy
-from aviso_workers.ops.consumer_positions import StreamPlace
-from aviso_workers.ops.mirrors import Link, Mirrors
+from aviso_workers.ops import mirrors, promotion, recovery, stream_policy
+from aviso_workers.ops.mirrors import Link, Mirrors, StreamPlace
 from aviso_workers.server import processes
 from aviso_workers.server.processes import Node
 from tests.waits import PATIENCE_SECONDS
@@ -353,7 +352,7 @@ async def test_consumers_are_made_again_where_a_promotion_is_repeated(sites: Sit
     request = {"stream_name": "MARS", "config": {"durable_name": "reader", "ack_policy": "none"}}
     await sites.server.api("CONSUMER.DURABLE.CREATE.MARS.reader", request, prefix=HUB)
     there = StreamPlace(streams=sites.there, stream="MARS")
-    [before] = await consumer_positions.carry(there, StreamPlace(streams=sites.app.session.admin, stream="MARS"))
+    [before] = await mirrors.carry_consumers(there, StreamPlace(streams=sites.app.session.admin, stream="MARS"))
     await sites.deliver("$JS.hub.API.CONSUMER.MSG.NEXT.MARS.reader")
     promoted = await promotion.promote(sites.app.session.admin, "MARS")
     [after] = promoted.consumers or ()
@@ -394,7 +393,7 @@ async def test_a_fence_is_put_up_once_and_taken_down(sites: Sites) -> None:
 @pytest.mark.covers("001-27")
 @pytest.mark.parametrize("origin_api", [HUB, ""], ids=["between two sites", "within one"])
 async def test_a_failover_is_rehearsed_and_leaves_nothing_behind(sites: Sites, origin_api: str) -> None:
-    drill = await failover_drill.rehearse(sites.app.session.admin, origin_api=origin_api, messages=200)
+    drill = await promotion.rehearse(sites.app.session.admin, origin_api=origin_api, messages=200)
     assert (drill.stored, drill.published, drill.after_fence) == (200, 200, 0)
     assert drill.passed
     assert await sites.app.session.admin.stream_names() == []
@@ -447,5 +446,5 @@ async def test_a_rehearsal_that_fails_says_why_and_leaves_nothing_behind(
 
     monkeypatch.setattr(mirrors, "fence", refuse)
     with pytest.raises(RefusedError, match="not today"):
-        await failover_drill.rehearse(sites.app.session.admin, origin_api=HUB, messages=50)
+        await promotion.rehearse(sites.app.session.admin, origin_api=HUB, messages=50)
     assert await sites.app.session.admin.stream_names() == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
-from aviso_workers.ops import retirement
+from aviso_workers.ops import agent_control
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -34,4 +34,4 @@ def consumer(**fields: Any) -> ConsumerInfo:
     ],
 )
 def test_one_that_was_active_lately_or_has_not_settled_everything_may_have_one(found: ConsumerInfo, why: str) -> None:
-    assert retirement.why_active(found) == why
+    assert agent_control.why_active(found) == why

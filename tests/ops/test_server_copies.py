@@ -10,7 +10,7 @@ import pytest
 from aviso_workers.backends import Admin
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.info import StreamInfo
-from aviso_workers.ops import server_copies
+from aviso_workers.ops import key_rotation
 
 pytestmark = pytest.mark.anyio
 
@@ -32,5 +32,5 @@ class ElectingServers:
 
 async def test_a_cluster_that_elects_its_leader_is_asked_again() -> None:
     source = ElectingServers()
-    assert await server_copies.move_all(cast("Admin", source), cast("Admin", None), print) == []
+    assert await key_rotation.move_all(cast("Admin", source), cast("Admin", None), print) == []
     assert source.asked == 3

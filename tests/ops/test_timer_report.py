@@ -11,7 +11,7 @@ from msgspec import structs
 
 from aviso_workers import config as configuration
 from aviso_workers.backends.jetstream import JetStreamBackend
-from aviso_workers.ops import timer_report
+from aviso_workers.ops import timer_control
 from aviso_workers.state import lease_records
 from aviso_workers.state.lease_records import Leader
 from aviso_workers.state.timer_requests import Pause
@@ -56,16 +56,16 @@ def test_a_timer_is_said_to_be_what_it_is(given: dict[str, Any], state: str, nee
     name, renewed = known.pop("leader"), known.pop("renewed", None)
     leader = None if name is None else Leader(name=name, renewed=renewed)
     workers = AppWorkers(known.pop("living", (LEADS, OTHER)))
-    found = timer_report.judge(known.pop("timer"), leader=leader, workers=workers, now=NOW, **known)
+    found = timer_control.judge(known.pop("timer"), leader=leader, workers=workers, now=NOW, **known)
     assert (found.state, found.needs) == (state, needs), found.text
 
 
 def test_it_is_said_since_when_no_worker_leads_and_when_the_last_one_was_heard() -> None:
     of_nobody = Leader(renewed=ago(15))
     given: dict[str, Any] = {"leader": of_nobody, "failure": None, "pause": None, "now": NOW}
-    found = timer_report.judge("report", workers=AppWorkers((LEADS,)), **given)
+    found = timer_control.judge("report", workers=AppWorkers((LEADS,)), **given)
     assert found.text == "no leader: no worker leads the timers of its app since 2026-11-29T11:59:45Z"
-    found = timer_report.judge("report", workers=AppWorkers(lost=(structs.replace(LEADS, said=ago(100)),)), **given)
+    found = timer_control.judge("report", workers=AppWorkers(lost=(structs.replace(LEADS, said=ago(100)),)), **given)
     assert found.text == "at rest: no worker of its app runs; the last record of one is of 2026-11-29T11:58:20Z"
 
 

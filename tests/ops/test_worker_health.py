@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from aviso_workers.ops import health, worker_health
+from aviso_workers.ops import health
 from aviso_workers.ops.health import Unknown
 from aviso_workers.state.worker_records import AppWorkers, Hindered, WorkerRecord
 from tests.ops import health_facts
@@ -29,7 +29,7 @@ def lost(name: str, *, heard: float, started: float = 2 * HOUR) -> WorkerRecord:
 
 def states(*living: WorkerRecord, lost: tuple[WorkerRecord, ...] = ()) -> dict[str, tuple[str, bool]]:
     """The state of each worker by its name, and whether it needs somebody."""
-    found = worker_health.of_workers("field", AppWorkers(living, lost), {}, now=NOW)
+    found = health.judge_workers("field", AppWorkers(living, lost), {}, now=NOW)
     return {each.name: (judgement.state, judgement.needs) for each, judgement in found}
 
 
@@ -68,13 +68,13 @@ def states(*living: WorkerRecord, lost: tuple[WorkerRecord, ...] = ()) -> dict[s
     ],
 )
 def test_an_app_is_said_to_be_what_it_is(living: tuple[WorkerRecord, ...], state: str, needs: bool, why: str) -> None:
-    found = worker_health.of_app(AppWorkers(living), now=NOW)
+    found = health.judge_app(AppWorkers(living), now=NOW)
     assert (found.state, found.needs, found.why, found.is_trouble) == (state, needs, why, needs)
 
 
 def test_versions_run_side_by_side_since_the_second_one_began() -> None:
     living = (of_code("w1", "v1"), of_code("w2", "v2", started=2000), of_code("w3", "v2", started=1000))
-    assert worker_health.of_app(AppWorkers(living), now=NOW).since == ago(2000)
+    assert health.judge_app(AppWorkers(living), now=NOW).since == ago(2000)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_one_that_a_supervisor_starts_again_at_once_is_replaced(place: dict[str,
     """A supervisor starts it on the same host and, in a fleet, by the same name."""
     other = structs.replace(worker("w1", started=299), **{"process": 2, **place})
     workers = AppWorkers((other,), (lost("w1", heard=300),))
-    (_, found) = worker_health.of_workers("field", workers, {}, now=NOW)
+    (_, found) = health.judge_workers("field", workers, {}, now=NOW)
     assert found[1].state == state
 
 
 def test_one_that_was_replaced_stays_so_when_the_app_is_stopped_in_order() -> None:
     ended = structs.replace(worker("w1", started=200), ended=True)
     workers = AppWorkers(lost=(lost("w2", heard=300),), ended=(ended,))
-    ((_, found),) = worker_health.of_workers("field", workers, {}, now=NOW)
+    ((_, found),) = health.judge_workers("field", workers, {}, now=NOW)
     assert (found.state, found.needs) == ("replaced", False)
 
 
@@ -171,23 +171,23 @@ def test_none_is_known_to_be_lost_while_workers_run_that_do_not_record_themselve
     workers: AppWorkers, consumer: dict[str, Any], state: str
 ) -> None:
     consumers = {("MARS", "field__index"): health_facts.consumer(**consumer)}
-    found = worker_health.of_workers("field", workers, consumers, now=NOW)[-1][1]
+    found = health.judge_workers("field", workers, consumers, now=NOW)[-1][1]
     assert (found.state, found.needs) == (state, True)
     assert ("`$KV.field__live.>`" in found.cure) == (state == "unknown")
     others = {("MARS", "other__index"): health_facts.consumer()}
-    assert worker_health.of_workers("field", workers, others, now=NOW)[-1][1].state == "lost"
+    assert health.judge_workers("field", workers, others, now=NOW)[-1][1].state == "lost"
 
 
 def test_a_lost_worker_is_said_with_its_time_and_its_host_and_how_to_forget_it() -> None:
     gone = structs.replace(lost("w2", heard=300), key="h'; rm -rf /")
-    ((_, found),) = worker_health.of_workers("field", AppWorkers(lost=(gone,)), {}, now=NOW)
+    ((_, found),) = health.judge_workers("field", AppWorkers(lost=(gone,)), {}, now=NOW)
     assert (found.why, found.since) == ("killed or cut off within 30 s after 2026-11-29T11:55:00Z, on host", ago(300))
     assert "`nats kv del field__live 'h'\"'\"'; rm -rf /'`" in found.cure
 
 
 def test_a_hindered_worker_is_said_by_what_hinders_it_longest() -> None:
     both = (Hindered(agent="", text="cannot lead", seconds=5), Hindered(agent="index", text="denied", seconds=60))
-    found = worker_health.of_living(structs.replace(worker(), hindrances=both), now=NOW)
+    found = health.judge_worker(structs.replace(worker(), hindrances=both), now=NOW)
     assert (found.why, found.also, found.since) == ("denied", ("cannot lead",), ago(60))
 
 
@@ -198,13 +198,13 @@ def test_what_is_in_trouble_is_told_but_for_what_agents_say_of_themselves() -> N
         "timers": AppWorkers((structs.replace(worker("w1"), **WITHOUT_AGENT),)),
         "well": AppWorkers((worker("w1", started=5),), (lost("w2", heard=300),)),
     }
-    found = [(app, name, each.state) for app, name, each in worker_health.troubles(apps, {}, now=NOW)]
+    found = [(app, name, each.state) for app, name, each in health.worker_troubles(apps, {}, now=NOW)]
     assert found == [
         ("field", "all workers", "several versions"),
         ("field", "worker w3", "lost"),
         ("timers", "worker w1", "hindered"),
     ]
-    assert [*worker_health.troubles(Unknown("denied"), {}, now=NOW)] == []
+    assert [*health.worker_troubles(Unknown("denied"), {}, now=NOW)] == []
 
 
 def test_each_agent_in_trouble_has_a_cure_and_no_other_has_one() -> None:

@@ -14,7 +14,7 @@ from aviso_workers import App, Notification
 from aviso_workers.backends import Admin
 from aviso_workers.errors import NotFoundError, UnreadableStreamError
 from aviso_workers.jetstream.specs import UNREADABLE
-from aviso_workers.ops import backups, failover_drill, stream_copies
+from aviso_workers.ops import backups, promotion, stream_copies
 from aviso_workers.server import NatsServer
 from tests.conftest import write_mars_config
 from tests.waits import PATIENCE_SECONDS
@@ -124,7 +124,7 @@ async def add(origin: Admin, target: Admin, kept: Path) -> None:
 
 
 async def drill(origin: Admin, target: Admin, kept: Path) -> None:
-    await failover_drill.rehearse(target, messages=2)
+    await promotion.rehearse(target, messages=2)
 
 
 async def rehearse(origin: Admin, target: Admin, kept: Path) -> None:

@@ -19,8 +19,9 @@ import nats.errors
 import pytest
 from nats.js.api import StreamConfig
 
+from aviso_workers import server
 from aviso_workers.errors import ServerProcessError
-from aviso_workers.server import BINARY_VARIABLE, find_binary, processes, readiness
+from aviso_workers.server import BINARY_VARIABLE, find_binary, processes
 from aviso_workers.server.processes import Node, ask
 from tests.cli.conftest import run
 from tests.server.conftest import Load, Start, program
@@ -129,7 +130,7 @@ def test_a_node_that_does_nothing_is_told_of_and_goes_on(
     """It may be at work on its store, where nobody sees it: it is not killed."""
     hanging = f'case "$1" in -c) echo $$ >pid; exec sleep 600;; *) exec {find_binary()} "$@";; esac'
     monkeypatch.setenv(BINARY_VARIABLE, program(tmp_path, hanging))
-    monkeypatch.setattr(readiness, "STANDSTILL_SECONDS", 0.5)
+    monkeypatch.setattr(server, "STANDSTILL_SECONDS", 0.5)
     loaded = load(ANYWHERE)
     try:
         with pytest.raises(ServerProcessError, match=r"has done nothing for .* It still runs: .* server stop"):

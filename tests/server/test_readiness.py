@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from aviso_workers.server import readiness
+from aviso_workers import server
 
 
 class Clock:
@@ -25,18 +25,18 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(readiness, "time", clock)
+    monkeypatch.setattr(server, "time", clock)
     return clock
 
 
 def test_a_server_that_works_is_waited_for_however_long_it_takes(clock: Clock) -> None:
     steps = count()
     told: list[str] = []
-    assert readiness.wait(lambda: clock.now > 3600, progress=lambda: next(steps), tell=told.append)
+    assert server.wait_while_it_works(lambda: clock.now > 3600, progress=lambda: next(steps), tell=told.append)
     assert told[:3] == ["5 s", "10 s", "16 s"]
     assert len(told) > 600
 
 
 def test_a_server_that_does_nothing_is_given_up(clock: Clock) -> None:
-    assert not readiness.wait(lambda: False, progress=lambda: min(clock.now, 60), tell=lambda _: None)
-    assert 60 + readiness.STANDSTILL_SECONDS <= clock.now < 62 + readiness.STANDSTILL_SECONDS
+    assert not server.wait_while_it_works(lambda: False, progress=lambda: min(clock.now, 60), tell=lambda _: None)
+    assert 60 + server.STANDSTILL_SECONDS <= clock.now < 62 + server.STANDSTILL_SECONDS

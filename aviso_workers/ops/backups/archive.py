@@ -1,6 +1,6 @@
 """The archive of a snapshot: its entries, one for each message, each consumer and the stream's state.
 
-Called by `verification`, `cleansing` and `completion`, among others. Both kinds of archives are S2 streams (`s2`). A
+Called by `chains`, `cleansing` and `completion`, among others. Both kinds of archives are S2 streams (`s2`). A
 nats-server since 2.15 makes a list of entries: the stream's state, its consumers, its messages by sequence, and an
 empty entry as the end. Followed: ADR "JetStream Stream Backup and Restore V2". Servers before it pack their own files
 into a tar archive; those can be checked for completeness, but not read.
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, structs
 
 from aviso_workers.aviso.codec import UNREADABLE_JSON
-from aviso_workers.aviso.literals import SECOND
+from aviso_workers.aviso.literals import rfc3339
 from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops.backups import s2
 from aviso_workers.ops.backups.s2 import MalformedError, Readable
@@ -214,13 +213,8 @@ def state_of(
         "num_deleted": last + 1 - first_sequence - messages,
         "consumer_count": before.consumers,
     }
-    times = {"last_ts": before.last_time_text} | ({"first_ts": _rfc3339(first[1])} if first else {})
+    times = {"last_ts": before.last_time_text} | ({"first_ts": rfc3339(first[1])} if first else {})
     return SnapshotState(counted | times)
-
-
-def _rfc3339(timestamp_ns: int) -> str:
-    seconds, nanoseconds = divmod(timestamp_ns, SECOND)
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{nanoseconds:09d}Z"
 
 
 def stored_bytes(entry: ArchiveEntry, *, in_memory: bool) -> int:

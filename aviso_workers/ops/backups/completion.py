@@ -39,7 +39,7 @@ from aviso_workers.backends import Admin, StreamSnapshot
 from aviso_workers.backends.jetstream.wire import Headers
 from aviso_workers.errors import BackupError
 from aviso_workers.jetstream.info import SnapshotState, StreamConfig, StreamInfo
-from aviso_workers.ops import stream_pairs
+from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import archive, encryption, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.s2 import MalformedError, Readable
@@ -129,7 +129,7 @@ async def _store_since(admin: Admin, stream: str, sequence: int, since: Spool, *
             complete = False
             while not complete:
                 last = (await admin.stream_info(stream)).last_sequence
-                read = stream_pairs.read if in_bulk and last - sequence > FEW else _one_by_one
+                read = inventory.messages_between if in_bulk and last - sequence > FEW else _one_by_one
                 found = [_encoded(each) async for each in read(admin, stream, after=sequence, last=last)]
                 entries += found
                 # Where one is missing, it was replaced before it was read, perhaps by one after the last.

@@ -25,7 +25,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream import metadata
 from aviso_workers.ops import aviso_admin
-from aviso_workers.ops.backups import archive, chains, completion, increments, s2
+from aviso_workers.ops.backups import archive, chains, completion, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.completion import Spool
 from aviso_workers.ops.backups.encryption import Identities
@@ -250,7 +250,7 @@ def _archive(
         return
     try:
         with understood(f"the server's archive of {stream} cannot be read"):
-            yield from s2.written(increments.encode(archive.entries(Pieces(arriving)), before))
+            yield from s2.written(chains.encode_increment(archive.entries(Pieces(arriving)), before))
     except StreamReplacedError as error:
         raise StreamReplacedError(f"{stream}: {error}; it needs a full backup") from error
 

@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from aviso_workers.errors import BackupError, DeclarationError
-from aviso_workers.ops.backups.prefetch import prefetched
-from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable
+from aviso_workers.ops.backups.s2 import MalformedError, Pieces, Readable, prefetched
 
 PIECE_BYTES = 256 * 1024
 """Bytes of decrypted data that are handed from thread to thread at a time."""

@@ -24,10 +24,10 @@ from aviso_workers.jetstream.specs import LONGEST_NAME
 from aviso_workers.ops import inventory
 from aviso_workers.ops.backups import archive, chains, completion
 from aviso_workers.ops.backups.archive import StoredConsumer
+from aviso_workers.ops.backups.chains import Contents, read_contents, verify
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.s2 import Pieces
 from aviso_workers.ops.backups.storage import Backup, Draft, Progress, ignore, place_of, readable, understood
-from aviso_workers.ops.backups.verification import Contents, read_contents, verify
 
 ENTRIES_SINCE = (2, 15)
 AT_WORK = ("mirror", "sources", "republish", "subject_transform")

@@ -6,7 +6,7 @@ it made has none. Ours lie in `<directory>/<stream>/<time>`. While one is being 
 and a lock, which the next command finds free where the process that wrote it was killed.
 
 The name of the archive says what it is: `stream...` is all of a stream as a server has it, `increment...` what the
-backup before it does not have (`increments`), and `.age` at the end that it is encrypted (`encryption`).
+backup before it does not have (`chains`), and `.age` at the end that it is encrypted (`encryption`).
 """
 
 from __future__ import annotations

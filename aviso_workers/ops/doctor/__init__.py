@@ -12,9 +12,9 @@ from msgspec import Struct, structs
 from aviso_workers.backends import Admin
 from aviso_workers.config import Config
 from aviso_workers.errors import ConfigError
-from aviso_workers.ops.doctor import durability, facts, judgements
-from aviso_workers.ops.doctor.checks import CHECKS
-from aviso_workers.ops.doctor.durability import StreamDurability
+from aviso_workers.ops.doctor import facts, judgements
+from aviso_workers.ops.doctor.checks import CHECKS, servers
+from aviso_workers.ops.doctor.checks.servers import StreamDurability
 from aviso_workers.ops.doctor.facts import Scope
 from aviso_workers.ops.doctor.judgements import Result, State
 
@@ -63,5 +63,5 @@ async def examine(admin: Admin, config: Config, scope: Scope) -> Report:
     return Report(
         server=f"{found.server.name} {found.server.ver}",
         results=tuple(judgements.judge(CHECKS, found)),
-        durability=tuple(durability.of_streams(found)),
+        durability=tuple(servers.durabilities(found)),
     )

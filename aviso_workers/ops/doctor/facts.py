@@ -35,19 +35,16 @@ from aviso_workers.jetstream import plans
 from aviso_workers.jetstream.info import AccountInfo, ConsumerInfo, StreamInfo
 from aviso_workers.jetstream.plans import Plan, Stored
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.ops import agent_inventory, backups, denials, snapshots
+from aviso_workers.ops import agent_inventory, backups, inventory, snapshots
 from aviso_workers.ops.agent_inventory import Recorded, RunAlone
 from aviso_workers.ops.backups import Backup
-from aviso_workers.ops.denials import Denials
-from aviso_workers.ops.doctor import divergence, monitoring_port, replicas
-from aviso_workers.ops.doctor.answers import Advisory, ConnectedServer
-from aviso_workers.ops.doctor.divergence import Looks
-from aviso_workers.ops.doctor.monitoring_port import Monitored
-from aviso_workers.ops.doctor.replicas import Groups
-from aviso_workers.ops.health import Unknown
-from aviso_workers.ops.inventory import existing
+from aviso_workers.ops.doctor import monitoring_port, replicas
+from aviso_workers.ops.doctor.monitoring_port import Advisory, ConnectedServer, Monitored
+from aviso_workers.ops.doctor.replicas import Groups, Looks
+from aviso_workers.ops.health import AllWorkers, Unknown
+from aviso_workers.ops.inventory import Denials, existing
 from aviso_workers.ops.mirrors import Link, Mirrors
-from aviso_workers.ops.snapshots import AllWorkers, ServerSnapshot
+from aviso_workers.ops.snapshots import ServerSnapshot
 from aviso_workers.task_groups import asked_of_each
 
 T = TypeVar("T")
@@ -282,7 +279,7 @@ async def _asked_once(
         "is_strict": lambda: monitoring_port.is_strict(admin),
     }
     found = await asked_of_each(wanted, lambda name: wanted[name]())
-    why_unknown = requests.unknown.get("records", "").removeprefix(denials.NOT_KNOWN)  # the end of a sentence
+    why_unknown = requests.unknown.get("records", "").removeprefix(inventory.NOT_KNOWN)  # the end of a sentence
     nothing = Recorded(time=datetime.now(UTC), consumers={}, functions={}, failures={}, pauses={}, runs={})
     known = {name: each for name, each in found.items() if each is not None}
     return {"recorded": nothing, "workers": Unknown(why_unknown), **known.pop("of_monitors"), **known}
@@ -307,7 +304,7 @@ class _Requests:
         except BackendError as error:
             self.unknown[need] = str(error)
             if isinstance(error, DeniedError):
-                self.unknown[need] = self.denied[need] = denials.text_of(error)
+                self.unknown[need] = self.denied[need] = inventory.denial_text(error)
         return None
 
     async def recorded(self) -> Recorded:
@@ -391,7 +388,7 @@ class _Requests:
                 [*unreachable.values(), f"no monitoring port of {', '.join(sorted(missing))} answers{cure}"]
             )
         monitors = {one.name: one.url for one in found}
-        looks = await divergence.look_twice(monitors, of.account) if of.account else None
+        looks = await replicas.look_twice(monitors, of.account) if of.account else None
         return {"monitored": tuple(found), "unreachable": unreachable if named else {}, "looks": looks}
 
 

@@ -4,38 +4,53 @@ A message that is deleted has its bytes overwritten on disk; a purge leaves them
 sequence. A survey goes through the event's stream, the streams that mirror or source it (and those that mirror or
 source these), other streams that hold messages of its subjects, the dead letters, retries and delayed
 messages. Copies outside of the streams of this account are not searched: see `ELSEWHERE`.
+
+Messages are deleted as fast as possible without delaying publishers. A nats-server (2.15) that erases a message
+rewrites the whole block of messages that holds it, up to 8 MB, and the stream takes no publish meanwhile. Where that is
+so, many deletions at once are no faster than one after another, and each publish waits for all of them. Where it is
+not, as in memory, in small streams and on an encrypted disk, a deletion takes as long as its way there and back, and
+many at once are faster. So the time that deletions take decides how many are under way: while each is answered soon,
+more are sent.
+
+A record says who erased which kind of messages where and when, without anything of their content. A message is
+identified by its sequence and its store time, which mirrors, backups and restored streams keep, and which a stream that
+is recreated does not repeat. So `backup cleanse` can go by the record alone. A record is readable by its owner only,
+and replaces no file that is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+import os
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal, TypeVar
 
 import anyio
 import msgspec
 from msgspec import Struct, structs
 
+from aviso_workers import files
 from aviso_workers.aviso import topics
-from aviso_workers.aviso.codec import Message
-from aviso_workers.backends import Admin, StreamInfo
+from aviso_workers.aviso.codec import UNREADABLE_JSON, Message
+from aviso_workers.backends import Admin, Backend, StreamInfo
 from aviso_workers.config import Config
 from aviso_workers.errors import (
+    BackendError,
     InvalidNotificationError,
+    NotFoundError,
     RefusedError,
     UnavailableError,
     UndecodableError,
 )
 from aviso_workers.ops import audit
 from aviso_workers.ops.aviso_admin import event_type_of
-from aviso_workers.ops.erasure import copies, deletion, records, suspects
-from aviso_workers.ops.erasure.copies import Matches, Wanted
-from aviso_workers.ops.erasure.records import ErasureRecord, FoundMessages
-from aviso_workers.ops.erasure.suspects import Suspect, parse_key, subject_of_key
+from aviso_workers.ops.erasure import copies
+from aviso_workers.ops.erasure.copies import Matches, Suspect, Wanted, parse_key, subject_of_key
 from aviso_workers.state import delayed_messages
 
 ELSEWHERE = (
@@ -57,6 +72,194 @@ NO_NOTIFICATIONS = ("KV_", "OBJ_", "aviso_workers_")
 
 Progress = Callable[[int], None]
 """Called with how many messages more were deleted."""
+T = TypeVar("T")
+
+MAX_UNDER_WAY = 512
+SOON_SECONDS = 0.02
+"""A publish may wait for so long because of the deletions before it."""
+PATIENCE_SECONDS, AGAIN_SECONDS = 30.0, 0.2
+AT_A_TIME = 1000
+"""Tasks that wait for their turn."""
+WITHIN_SECONDS, COUNT_AGAIN_SECONDS = 30.0, 0.1
+
+
+class FoundMessages(Struct, frozen=True, kw_only=True):
+    """Messages of one stream that are to be erased."""
+
+    stream: str
+    what: str
+    """The relation of the stream to the notifications, such as `mirror of MARS`."""
+    sequences: tuple[int, ...]
+    times_ns: tuple[int, ...]
+    """When each was stored, in nanoseconds since 1970."""
+
+    @property
+    def messages(self) -> Iterator[tuple[int, int]]:
+        """The sequence and the store time of each message, in nanoseconds since 1970."""
+        return zip(self.sequences, self.times_ns, strict=True)
+
+
+class ErasureRecord(Struct, frozen=True, kw_only=True):
+    """The record of what an erasure did."""
+
+    state: Literal["begun", "done", "incomplete", "nothing found"]
+    begun: str
+    by: str
+    event_type: str
+    stream: str = ""
+    """The event type's own."""
+    by_fields: list[str] = []
+    by_id: int | None = None
+    by_keys_of: list[str] = []
+    """Tables, windows and counters of which keys were erased."""
+    found: list[FoundMessages]
+    """All that was found so far, also what came meanwhile."""
+    not_reached: list[dict[str, Any]] = []
+    may_hold_copies: list[dict[str, Any]] = []
+    not_looked_at: list[str] = []
+    ended: str | None = None
+    subjects_on_disk_until: str | None = None
+    erased: dict[str, int] = {}
+    """The number of erased messages, by stream."""
+    left: list[FoundMessages] = []
+
+
+def create_record(path: Path, record: ErasureRecord) -> None:
+    """Write the record to a new file. Raises `RefusedError` where the file exists, or cannot be written."""
+    with _explained(path), files.create_file(path) as file:
+        try:
+            _write_record(file, record)
+        except OSError:
+            path.unlink()
+            raise
+
+
+def replace_record(path: Path, record: ErasureRecord) -> None:
+    """Replace our own earlier record as a whole. Raises `RefusedError`; the earlier one stays then."""
+    with _explained(path):
+        handle, draft = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                _write_record(file, record)
+            os.replace(draft, path)
+        except OSError:
+            os.unlink(draft)
+            raise
+
+
+def read_record(path: Path) -> ErasureRecord:
+    """Return the record in a file. Raises `InvalidNotificationError` where it is none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ErasureRecord)
+    except OSError as error:
+        raise InvalidNotificationError(f"cannot read {path}: {error.strerror}") from error
+    except UNREADABLE_JSON as error:
+        raise InvalidNotificationError(f"{path} is not a record of an erasure: {error}") from error
+
+
+def _write_record(file: IO[bytes], record: ErasureRecord) -> None:
+    file.write(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    files.sync(file)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError as error:
+        raise RefusedError(f"{path} exists, and no record is overwritten: name another file") from error
+    except OSError as error:
+        raise RefusedError(f"cannot write the record {path}: {error.strerror}") from error
+
+
+class DeletionPace:
+    """The pace of deletions: how many may be under way at a time."""
+
+    def __init__(self) -> None:
+        self.limiter = anyio.CapacityLimiter(1)
+
+    def answered(self, seconds: float) -> None:
+        """Adjust the pace by how many seconds a deletion took."""
+        now = int(self.limiter.total_tokens)
+        self.limiter.total_tokens = min(now + 1, MAX_UNDER_WAY) if seconds <= SOON_SECONDS else max(now // 2, 1)
+
+
+async def delete(
+    backend: Backend, stream: str, sequences: Sequence[int], *, pace: DeletionPace, progress: Callable[[int], None]
+) -> None:
+    """Delete messages and have their bytes overwritten; one that is gone already is passed over.
+
+    Raises `BackendError` where one cannot be deleted; others may have been deleted then.
+    """
+    failures: list[BackendError] = []
+
+    async def delete_one(sequence: int) -> None:
+        try:
+            async with pace.limiter:
+                began = anyio.current_time()
+                with suppress(NotFoundError):
+                    await steadily(partial(backend.delete_message, stream, sequence))
+                pace.answered(anyio.current_time() - began)
+        except BackendError as error:
+            failures.append(error)
+            deletions.cancel_scope.cancel()
+        else:
+            progress(1)
+
+    for start in range(0, len(sequences), AT_A_TIME):
+        async with anyio.create_task_group() as deletions:
+            for sequence in sequences[start : start + AT_A_TIME]:
+                deletions.start_soon(delete_one, sequence)
+        if failures:
+            raise failures[0]
+
+
+async def steadily(request: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of a request, which is repeated while a leader is elected."""
+    deadline = anyio.current_time() + PATIENCE_SECONDS
+    while True:
+        try:
+            return await request()
+        except UnavailableError:
+            if anyio.current_time() > deadline:
+                raise
+            await anyio.sleep(AGAIN_SECONDS)
+
+
+async def not_current(admin: Admin, stream: str, filters: Sequence[str]) -> Sequence[str]:
+    """Return the servers whose replicas of a stream are not current, as the leader says. If there are none, return
+    those whose replicas do not come to hold as many messages on these subjects as the leader's; without subjects all
+    messages count.
+
+    A leader calls a replica current that has received its log, whether or not it has carried out what the log says. So
+    a replica that is slow, or that has just come back, holds messages that were deleted, and readers that it serves get
+    them. Each server counts the messages of its own replica, and the count is compared with the leader's.
+
+    Raises `BackendError`.
+    """
+    found = await admin.stream_info(stream)
+    if found.behind or not found.cluster.followers:
+        return found.behind
+    asked = found.cluster.members
+    differ = set(asked)
+    with anyio.move_on_after(WITHIN_SECONDS):
+        while differ:
+            before = await _at_leader(admin, stream, filters)
+            # The servers choose which of them counts, so each is asked after a few attempts.
+            server, counted = await admin.administration().replica_count(stream, filter_subjects=filters)
+            after = await _at_leader(admin, stream, filters)
+            if min(before, after) <= counted <= max(before, after):
+                differ.discard(server)
+            elif server in asked:
+                differ.add(server)
+                await anyio.sleep(COUNT_AGAIN_SECONDS)
+    return sorted(differ)
+
+
+async def _at_leader(admin: Admin, stream: str, filters: Sequence[str]) -> int:
+    if not filters:
+        return (await admin.stream_info(stream)).messages
+    return sum([sum((await admin.subject_counts(stream, subject=each)).values()) for each in filters])
 
 
 def ignore(count: int) -> None:
@@ -160,7 +363,7 @@ class Eraser:
             unreached.append(_missing(self._wanted.stream))
         unreached += [_without_keys(stream, count) async for stream, count in self._keys_not_met(infos)]
         if self._suspects is None:
-            self._suspects = tuple(await suspects.find(self._admin, infos, self._values))
+            self._suspects = tuple(await copies.find_suspects(self._admin, infos, self._values))
         return Survey(findings=findings, unreached=tuple(unreached), suspects=self._suspects)
 
     async def erase(self, survey: Survey, *, audit: Path, progress: Progress = ignore) -> Survey:
@@ -176,16 +379,16 @@ class Eraser:
                 raise RefusedError(f"{each.where}: {each.why}; nothing was erased. {each.cure.capitalize()}")
         record = self._record(survey)
         try:
-            records.create(audit, record)
+            create_record(audit, record)
         except RefusedError as error:
             raise RefusedError(f"{error}. Nothing was erased") from error
         if not survey.findings:
             return survey
-        found, left, pace = survey, survey, deletion.DeletionPace()
+        found, left, pace = survey, survey, DeletionPace()
         for _ in range(ROUNDS):
             for finding in reversed(_reachable(found)):  # copies before what they are recognised by
-                await deletion.delete(self._admin, finding.stream, finding.sequences, pace=pace, progress=progress)
-            left = await deletion.steadily(self._survey_again)
+                await delete(self._admin, finding.stream, finding.sequences, pace=pace, progress=progress)
+            left = await steadily(self._survey_again)
             if not _reachable(found := left):
                 break
         ended = datetime.now(UTC)
@@ -201,7 +404,7 @@ class Eraser:
             left=list(left.findings),
         )
         try:
-            records.replace(audit, whole)
+            replace_record(audit, whole)
         except RefusedError as error:
             raise RefusedError(
                 f"{sum(erased.values())} were erased, {left.messages} are left, and the record says only that the "
@@ -301,10 +504,10 @@ class Eraser:
         # Without subjects all messages are read.
         filters = topics.filter_subjects(self._wanted.where) if stream == self._wanted.stream else ()
         if not after:  # before the reading, which may be served by any of the replicas
-            self._not_current[stream] = await deletion.not_current(self._admin, stream, filters)
+            self._not_current[stream] = await not_current(self._admin, stream, filters)
         last = (await self._admin.stream_info(stream)).last_sequence
         messages = dict(self._found[stream].messages) if stream in self._found else {}
-        async for message in suspects.messages(self._admin, stream, after=after, last=last, subjects=filters):
+        async for message in copies.messages_of(self._admin, stream, after=after, last=last, subjects=filters):
             if matches(message):
                 messages[message.sequence] = message.timestamp_ns
                 if stream == self._wanted.stream:
@@ -326,16 +529,12 @@ class Eraser:
         return set()
 
     async def _survey_again(self) -> Survey:
-        """Survey again when the replicas are current, with retries while leaders are elected."""
-        await self._until_current()
-        return await self.survey()
-
-    async def _until_current(self) -> None:
-        """Wait until the replicas are current, but no longer than `CATCH_UP_SECONDS`."""
+        """Survey again when the replicas are current, but wait for them no longer than `CATCH_UP_SECONDS`."""
         with anyio.move_on_after(CATCH_UP_SECONDS):
             for stream in [stream for stream, known in self._known.items() if known]:
                 while (await self._admin.stream_info(stream)).behind:  # noqa: ASYNC110 - no server announces it
                     await anyio.sleep(POLL_SECONDS)
+        return await self.survey()
 
     def _findings(self) -> list[FoundMessages]:
         return [_finding(stream, self._what[stream], known) for stream, known in self._known.items() if known]

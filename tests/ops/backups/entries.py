@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from aviso_workers.jetstream.info import SnapshotState
-from aviso_workers.ops.backups import archive, chains, increments, s2
+from aviso_workers.ops.backups import archive, chains, s2
 from aviso_workers.ops.backups.encryption import Identities
 from aviso_workers.ops.backups.storage import Backup, Draft, new_record, place_of
 
@@ -75,7 +75,7 @@ def backed_up(
         else:
             with chains.opened_entries(since, identities) as before:
                 now = archive.entries(io.BytesIO(packed(data)))
-                draft.write_all(s2.written(increments.encode(now, before)))
+                draft.write_all(s2.written(chains.encode_increment(now, before)))
         previous = chains.link_to(since) if since else None
         record = new_record(made, server_version="2.15.0", previous=previous)
         return draft.finish({"name": "MARS", "subjects": ["mars.>"]}, SnapshotState(state), record)

@@ -11,10 +11,9 @@ import pytest
 
 from aviso_workers.backends.jetstream.snapshots import JetStreamSnapshots
 from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError, StreamReplacedError, UnavailableError
-from aviso_workers.ops import backups, stream_pairs
-from aviso_workers.ops.backups import archive, chains, completion, increments, prefetch, s2, storage
-from aviso_workers.ops.backups.prefetch import Prefetch
-from aviso_workers.ops.backups.s2 import Readable
+from aviso_workers.ops import backups, inventory
+from aviso_workers.ops.backups import archive, chains, completion, s2, storage
+from aviso_workers.ops.backups.s2 import Prefetch, Readable
 from tests.ops.backups.conftest import Site
 from tests.ops.backups.test_encryption import Key
 from tests.waits import PATIENCE_SECONDS
@@ -98,7 +97,7 @@ async def test_where_the_server_gives_up_meanwhile_a_full_backup_is_tried(
 
     await site.fill(5)
     await backups.create(site.app.session.admin, "MARS", tmp_path)
-    monkeypatch.setattr(increments, "encode", give_up)
+    monkeypatch.setattr(chains, "encode_increment", give_up)
     made = await backups.create_next(site.app.session.admin, "MARS", tmp_path)
     assert (made.backup.previous, made.full_because) == (None, "snapshot of MARS: No Flow Response")
 
@@ -164,7 +163,7 @@ async def test_a_server_that_waits_for_what_takes_long_gets_padding(
             sent.append(super().next())
             return sent[-1]
 
-    monkeypatch.setattr(prefetch, "Prefetch", Slow)
+    monkeypatch.setattr(s2, "Prefetch", Slow)
     await backups.restore(site.app.session.admin, made)
     assert sent.count(s2.PADDING) >= 2
     assert await site.account() == account
@@ -180,7 +179,7 @@ async def test_what_was_read_beside_a_snapshot_is_the_same_in_the_next_one(site:
     first = await backups.create(site.app.session.admin, "MARS", tmp_path)
     with chains.opened_own_entries(first, None) as entries:
         stored = [entry.raw for entry in entries if entry.sequence]
-    for read in (stream_pairs.read, completion._one_by_one):
+    for read in (inventory.messages_between, completion._one_by_one):
         assert [
             completion._encoded(each) async for each in read(site.app.session.admin, "MARS", after=0, last=20)
         ] == stored

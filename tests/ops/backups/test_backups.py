@@ -29,7 +29,7 @@ from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundEr
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.plans import Plan
 from aviso_workers.ops import backups, stream_policy
-from aviso_workers.ops.backups import Backup, Forgotten, Keep, creation, restoration, retention
+from aviso_workers.ops.backups import Backup, Forgotten, Keep, creation, restoration, schedules
 from aviso_workers.ops.backups.storage import Draft
 from aviso_workers.server import NatsServer, processes
 from tests.conftest import write_mars_config
@@ -575,10 +575,10 @@ async def test_nothing_is_removed_while_this_clock_differs_from_the_servers(
     site: Site, monkeypatch: pytest.MonkeyPatch, ahead: timedelta, how: str
 ) -> None:
     await site.fill(1)
-    await retention.require_same_clock(site.app.session.admin, "MARS")
-    monkeypatch.setattr(retention, "datetime", clock_ahead(ahead))
+    await schedules.require_same_clock(site.app.session.admin, "MARS")
+    monkeypatch.setattr(schedules, "datetime", clock_ahead(ahead))
     with pytest.raises(BackupError, match=f"no backup of MARS is removed: this machine's clock is .* s {how} the"):
-        await retention.require_same_clock(site.app.session.admin, "MARS")
+        await schedules.require_same_clock(site.app.session.admin, "MARS")
 
 
 def clock_ahead(ahead: timedelta) -> SimpleNamespace:

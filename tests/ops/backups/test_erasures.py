@@ -16,7 +16,7 @@ from aviso_workers import App, Notification, Reject
 from aviso_workers.errors import BackupError, InvalidNotificationError, NotFoundError, UnknownEventTypeError
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import Backup, Forgotten, s2
-from aviso_workers.ops.erasure import Eraser, ErasureRecord, records
+from aviso_workers.ops.erasure import Eraser, ErasureRecord, erase
 from aviso_workers.server import NatsServer
 from tests.cli.conftest import Ran
 from tests.cli.conftest import run as run
@@ -84,7 +84,7 @@ class Place:
     async def erase(self, **wanted: Any) -> ErasureRecord:
         eraser = Eraser(self.app.session.admin, self.app.config, "mars", **wanted)
         await eraser.erase(await eraser.survey(), audit=self.audit)
-        return records.read(self.audit)
+        return erase.read_record(self.audit)
 
 
 @pytest.fixture
@@ -214,10 +214,10 @@ async def test_a_record_without_times_is_no_proof(tmp_path: Path) -> None:
     old["found"] = [{"stream": "MARS", "what": "notifications of mars", "sequences": [1]}]
     (tmp_path / "old.json").write_bytes(msgspec.json.encode(old))
     with pytest.raises(InvalidNotificationError, match="missing required field `times_ns`"):
-        records.read(tmp_path / "old.json")
+        erase.read_record(tmp_path / "old.json")
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(InvalidNotificationError, match="is not a record of an erasure"):
-        records.read(tmp_path / "other.json")
+        erase.read_record(tmp_path / "other.json")
 
 
 def test_the_command_cleanses_all_backups_below_a_directory(
@@ -237,8 +237,8 @@ def test_the_command_cleanses_all_backups_below_a_directory(
     assert (again.code, [line.partition(": ")[2] for line in again.lines]) == (0, ["0 messages match, 1 stay"] * 2)
     assert run("backup", "verify", "backups").code == 0, "also the set"
 
-    record = records.read(tmp_path / "erased.json")
-    records.replace(tmp_path / "erased.json", msgspec.structs.replace(record, state="begun"))
+    record = erase.read_record(tmp_path / "erased.json")
+    erase.replace_record(tmp_path / "erased.json", msgspec.structs.replace(record, state="begun"))
     begun = run("backup", "cleanse", "backups", "--erasure", "erased.json", "--yes", "-c", config)
     assert (begun.code, "was broken off, so its record may not have all" in begun.err) == (1, True)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aviso_workers.errors import StreamReplacedError
-from aviso_workers.ops.backups import archive, increments, s2
+from aviso_workers.ops.backups import archive, chains, s2
 from aviso_workers.ops.backups.archive import ArchiveEntry
 from aviso_workers.ops.backups.s2 import MalformedError
 from tests.ops.backups.entries import message
@@ -30,7 +30,7 @@ def read(data: bytes) -> Iterator[ArchiveEntry]:
 
 
 def increment(now: Messages, before: Messages) -> bytes:
-    return b"".join(increments.encode(stored(now), stored(before)))
+    return b"".join(chains.encode_increment(stored(now), stored(before)))
 
 
 def bodies(entries: Iterator[ArchiveEntry]) -> dict[int, bytes]:
@@ -51,7 +51,7 @@ def test_an_increment_and_what_was_before_give_what_is_now(data: st.DataObject) 
     before, now = numbered(*data.draw(sequences)), numbered(*data.draw(sequences))
     stored_again = bodies(read(increment(now, before)))
     assert stored_again.keys() == now.keys() - before.keys()
-    assert bodies(increments.merge(read(increment(now, before)), stored(before))) == now
+    assert bodies(chains.merge_increment(read(increment(now, before)), stored(before))) == now
 
 
 @settings(max_examples=30)
@@ -60,8 +60,8 @@ def test_a_chain_gives_each_of_its_moments(moments: list[set[int]]) -> None:
     def chain(until: int) -> Iterator[ArchiveEntry]:
         if until == 0:
             return stored(numbered(*moments[0]))
-        own = b"".join(increments.encode(stored(numbered(*moments[until])), chain(until - 1)))
-        return increments.merge(read(own), chain(until - 1))
+        own = b"".join(chains.encode_increment(stored(numbered(*moments[until])), chain(until - 1)))
+        return chains.merge_increment(read(own), chain(until - 1))
 
     for number, moment in enumerate(moments):
         assert bodies(chain(number)) == numbered(*moment)
@@ -94,10 +94,10 @@ def test_another_message_of_a_sequence_is_another_stream() -> None:
 def test_another_backup_before_it_is_found(before: Messages, found: str) -> None:
     data = increment(numbered(1, 2, 3, 4), numbered(1, 2, 3))
     with pytest.raises(MalformedError, match=found):
-        list(increments.merge(read(data), stored(before)))
+        list(chains.merge_increment(read(data), stored(before)))
 
 
 def test_an_increment_without_its_digest_is_found() -> None:
     whole = archive.MAGIC + message(1, b"1") + archive.END
     with pytest.raises(MalformedError, match="does not give the messages"):
-        list(increments.merge(read(whole), stored({})))
+        list(chains.merge_increment(read(whole), stored({})))

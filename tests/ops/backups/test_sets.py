@@ -22,7 +22,7 @@ from aviso_workers.errors import AvisoWorkersError, BackupError, DeclarationErro
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.metadata import UNFINISHED
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, schedules, set_creation, set_restore, sets
+from aviso_workers.ops.backups import Backup, schedules, sets
 from aviso_workers.server import NatsServer
 from tests.presence import present
 from tests.waits import PATIENCE_SECONDS
@@ -268,7 +268,7 @@ def test_sources_are_taken_before_what_they_move_to() -> None:
     configs["COPY"] = config_of(mirror={"name": "MARS"})
     configs["ROWS_ELSEWHERE"] = config_of(sources=[{"name": "KV_field__table__rows"}])
     configs["FAR"] = config_of(mirror={"name": "MARS", "external": {"api": "$JS.far.API"}})
-    assert set_creation.order(configs) == [
+    assert sets.order(configs) == [
         *(
             "KV_field__leases",
             "KV_field__orders",
@@ -291,15 +291,15 @@ def test_sources_are_taken_before_what_they_move_to() -> None:
 def test_streams_between_which_things_move_both_ways_are_taken_twice() -> None:
     letters = "aviso_workers_dead_letters__field"
     configs = {"JOBS": config_of(retention="workqueue"), letters: config_of(), "MARS": config_of()}
-    assert set_creation.twice(configs) == ["JOBS"]
+    assert sets.twice(configs) == ["JOBS"]
     windows = configs | {"KV_field__windows__volume": config_of()}
-    assert set_creation.twice(windows) == ["JOBS", letters]
+    assert sets.twice(windows) == ["JOBS", letters]
 
 
 def test_streams_that_are_sources_of_one_another_are_refused() -> None:
     configs = {"A": config_of(sources=[{"name": "B"}]), "B": config_of(sources=[{"name": "A"}])}
     with pytest.raises(BackupError, match="are sources of one another"):
-        set_creation.order(configs)
+        sets.order(configs)
 
 
 async def make_small_set(site: Site, to: Path) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class StoppedError(Exception):
 async def test_a_set_that_is_not_whole_keeps_workers_out_and_is_gone_on_with(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(set_restore, "STANDSTILL_SECONDS", 0.1)
+    monkeypatch.setattr(sets, "STANDSTILL_SECONDS", 0.1)
     async with site.app:
         there = await make_small_set(site, tmp_path)
         await site.delete_all()
@@ -387,7 +387,7 @@ async def test_a_set_is_gone_on_with_after_a_kill(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(set_restore, "STANDSTILL_SECONDS", 0.1)
+    monkeypatch.setattr(sets, "STANDSTILL_SECONDS", 0.1)
     async with site.app:
         there = await make_small_set(site, tmp_path)
         await site.delete_all()
@@ -405,7 +405,7 @@ async def test_a_set_is_gone_on_with_after_a_kill(
 async def test_what_a_killed_restore_had_asked_for_is_taken_over_though_a_server_makes_it_late(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(set_restore, "STANDSTILL_SECONDS", 0.1)
+    monkeypatch.setattr(sets, "STANDSTILL_SECONDS", 0.1)
     async with site.app:
         there = await make_small_set(site, tmp_path)
         await site.delete_all()
@@ -574,7 +574,7 @@ async def test_a_consumer_that_the_server_does_not_list_yet_is_taken_back(
                 raise NotFoundError("consumer not found")
             return await reset(self, stream, consumer, sequence=sequence)
 
-        monkeypatch.setattr(set_restore._SetRestoration, "_consumers", none_listed)
+        monkeypatch.setattr(sets._SetRestoration, "_consumers", none_listed)
         monkeypatch.setattr(type(backend), "reset_consumer", soon)
         await site.restore(tmp_path)
         assert asked == ["slow", "slow"]
@@ -585,7 +585,7 @@ async def test_a_leader_that_changes_while_the_set_is_made_costs_no_set(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request of the set is refused once, as during an election."""
-    monkeypatch.setattr(set_creation, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(sets, "AGAIN_SECONDS", 0)
     async with site.app:
         await make_small_set(site, tmp_path / "before")
         refused = set[str]()
@@ -618,8 +618,8 @@ async def test_a_leader_that_changes_while_the_set_is_made_costs_no_set(
 async def test_a_server_that_stays_away_costs_the_set(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(set_creation, "AGAIN_SECONDS", 0)
-    monkeypatch.setattr(set_creation, "ELECTION_SECONDS", -1)
+    monkeypatch.setattr(sets, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(sets, "ELECTION_SECONDS", -1)
     async with site.app:
         await make_small_set(site, tmp_path / "before")
 
@@ -633,7 +633,7 @@ async def test_a_server_that_stays_away_costs_the_set(
 async def test_a_consumer_that_cannot_be_taken_back_ends_the_restore(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(set_restore, "CONSUMER_SECONDS", 0.2)
+    monkeypatch.setattr(sets, "CONSUMER_SECONDS", 0.2)
     async with site.app:
         backend = site.app.session.admin
         await make_small_set(site, tmp_path / "before")

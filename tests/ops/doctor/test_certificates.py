@@ -12,7 +12,8 @@ import pytest
 
 from aviso_workers import config
 from aviso_workers.config import Config
-from aviso_workers.ops.doctor import State, certificates
+from aviso_workers.ops.doctor import State
+from aviso_workers.ops.doctor.checks import clients
 from aviso_workers.server import NatsServer
 from tests import programs
 from tests.ops.doctor.conftest import changed, examined, judged, write
@@ -41,14 +42,14 @@ def make(tmp_path: Path) -> Make:
 def test_the_end_of_a_certificate_is_read(make: Make, days: int) -> None:
     """After 2049 it is written in another form."""
     der = ssl.PEM_cert_to_DER_cert((make(days) / "cert.pem").read_text())
-    left = certificates.expires(der) - datetime.now(UTC)
+    left = clients.validity_end(der) - datetime.now(UTC)
     assert timedelta(days=days, minutes=-5) < left <= timedelta(days=days)
 
 
 @pytest.mark.parametrize("der", [b"", b"nothing of the kind", b"\x30\x03\x30\x01\x00"])
 def test_what_is_no_certificate_is_an_error(der: bytes) -> None:
     with pytest.raises(ValueError, match=r"no X.509 certificate"):
-        certificates.expires(der)
+        clients.validity_end(der)
 
 
 def with_tls(tmp_path: Path, url: str, directory: Path) -> Config:

@@ -20,8 +20,8 @@ from aviso_workers.errors import BackendError
 from aviso_workers.jetstream.info import Cluster as GroupOfServers
 from aviso_workers.jetstream.info import Replica
 from aviso_workers.ops.doctor import State
-from aviso_workers.ops.doctor.answers import OwnReplica, OwnState
-from aviso_workers.ops.doctor.divergence import Looks
+from aviso_workers.ops.doctor.monitoring_port import OwnReplica, OwnState
+from aviso_workers.ops.doctor.replicas import Looks
 from aviso_workers.server import processes
 from aviso_workers.server.processes import Node
 from tests.ops.conftest import Run

@@ -20,8 +20,8 @@ from aviso_workers.declare.batches import Batching
 from aviso_workers.errors import RefusedError
 from aviso_workers.jetstream.info import AccountInfo, ConsumerConfig, Limits, StreamConfig, Use
 from aviso_workers.ops.doctor import State
-from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.doctor.monitoring_port import Advisory
 from tests.ops.doctor.conftest import (
     SECOND,
     Seen,

@@ -18,10 +18,10 @@ from aviso_workers import App, config
 from aviso_workers.config import Config
 from aviso_workers.errors import UnavailableError
 from aviso_workers.jetstream.info import Cluster, Replica
-from aviso_workers.ops.doctor import State, divergence
-from aviso_workers.ops.doctor.answers import OwnReplica, OwnState
-from aviso_workers.ops.doctor.divergence import Look, Looks
+from aviso_workers.ops.doctor import State, replicas
 from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.doctor.monitoring_port import OwnReplica, OwnState
+from aviso_workers.ops.doctor.replicas import Look, Looks
 from aviso_workers.server import processes
 from aviso_workers.server.processes import Node
 from tests.ops.doctor.conftest import Seen, add_stream, examined, judged, publish, write
@@ -204,7 +204,7 @@ BUSY = [(440, 1, 440), (441, 1, 441), (439, 1, 439)], [(540, 1, 540), (541, 1, 5
     ],
 )
 def test_a_replica_that_has_diverged(before: list[tuple[int, int, int]], after: list[tuple[int, int, int]]) -> None:
-    ((stream, found),) = divergence.diverged(Looks(before=look(*before), after=look(*after)))
+    ((stream, found),) = replicas.diverged(Looks(before=look(*before), after=look(*after)))
     assert stream == "MARS"
     messages, first, last = after[1]
     assert f"n-2 has {messages} messages, from {first} to {last}" in found
@@ -223,15 +223,15 @@ def test_a_replica_that_has_diverged(before: list[tuple[int, int, int]], after: 
 def test_a_stream_that_changes_is_not_taken_for_one_that_has_diverged(
     before: list[tuple[int, int, int]], after: list[tuple[int, int, int]]
 ) -> None:
-    assert list(divergence.diverged(Looks(before=look(*before), after=look(*after)))) == []
+    assert list(replicas.diverged(Looks(before=look(*before), after=look(*after)))) == []
 
 
 def test_a_replica_that_is_not_current_may_be_behind() -> None:
     followers = (Replica(name="n-2"), Replica(name="n-3", current=True))
     states = look(WHOLE, LOST, WHOLE, followers=followers)
-    assert list(divergence.diverged(Looks(before=states, after=states))) == []
+    assert list(replicas.diverged(Looks(before=states, after=states))) == []
 
 
 def test_a_stream_that_was_recreated_between_the_looks_is_not_compared_with_itself() -> None:
     recreated = look((9, 1, 9), (9, 1, 9), (9, 1, 9), created=CREATED + timedelta(days=1))
-    assert list(divergence.diverged(Looks(before=look(LOST, LOST, LOST), after=recreated))) == []
+    assert list(replicas.diverged(Looks(before=look(LOST, LOST, LOST), after=recreated))) == []

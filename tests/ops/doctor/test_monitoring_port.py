@@ -23,7 +23,7 @@ from tests.waits import PATIENCE_SECONDS
 
 MANY_AT_ONCE = """
 import importlib, sys, threading
-from aviso_workers.ops.doctor import answers, monitoring_port
+from aviso_workers.ops.doctor import monitoring_port
 
 TOLD = b'"server_id": "A", "server_name": "a", "version": "2.15.0", "now": "2026-01-01T00:00:00Z"'
 GROUP = b'{"name": "", "leader": "a", "replicas": [{"name": "b", "current": true, "active": 1}]}'
@@ -36,7 +36,6 @@ ANSWERS = {
 }
 sys.setswitchinterval(1e-6)
 for _ in range(30):
-    importlib.reload(answers)
     importlib.reload(monitoring_port)  # with types that nobody has decoded yet, as when a command begins
     monitoring_port._ask = lambda url, path: ANSWERS[path]
     together = threading.Barrier(8)

@@ -20,8 +20,8 @@ from aviso_workers.events import AgentDisturbed
 from aviso_workers.jetstream.info import ConsumerConfig, StreamConfig
 from aviso_workers.ops.agent_inventory import RunAlone
 from aviso_workers.ops.doctor import State
-from aviso_workers.ops.doctor.answers import Advisory
 from aviso_workers.ops.doctor.facts import Facts
+from aviso_workers.ops.doctor.monitoring_port import Advisory
 from aviso_workers.sessions.worker_recorder import LOOK_SECONDS
 from aviso_workers.state import delayed_messages
 from aviso_workers.state.consumer_records import ConsumerRecord

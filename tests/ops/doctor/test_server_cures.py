@@ -22,9 +22,9 @@ from msgspec import structs
 
 from aviso_workers import config, http_answers
 from aviso_workers.backends import Administration
-from aviso_workers.ops.doctor import divergence, facts, monitoring_port
+from aviso_workers.ops.doctor import facts, monitoring_port, replicas
 from aviso_workers.ops.doctor.checks import CHECKS, servers
-from aviso_workers.ops.doctor.checks import cluster as checks_of_clusters
+from aviso_workers.ops.doctor.checks import servers as checks_of_clusters
 from aviso_workers.server import find_binary, processes, profiles, start_tied
 from aviso_workers.server.processes import Node
 from tests.conftest import Start
@@ -211,7 +211,7 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(profiles, "TEMPORARY", ())
     monkeypatch.setattr(servers, "HOT_PER_SECOND", -1)
     monkeypatch.setattr(checks_of_clusters, "LEADERS_TO_COUNT", 2)
-    for module, seconds in ((monitoring_port, "LOOK_AGAIN"), (facts, "LATER"), (divergence, "LATER")):
+    for module, seconds in ((monitoring_port, "LOOK_AGAIN"), (facts, "LATER"), (replicas, "LATER")):
         monkeypatch.setattr(module, f"{seconds}_SECONDS", 0)
 
 

@@ -17,7 +17,8 @@ from aviso_workers.backends import Administration
 from aviso_workers.config import Config
 from aviso_workers.events import Settled
 from aviso_workers.ops import stream_policy
-from aviso_workers.ops.doctor import State, durability
+from aviso_workers.ops.doctor import State
+from aviso_workers.ops.doctor.checks import servers
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.server import NatsServer, processes, profiles
 from aviso_workers.server.processes import Node
@@ -114,7 +115,7 @@ def test_the_demos_deployment(tmp_path: Path) -> None:
     assert seen.found("JS057") == {"field, agent index > field__index": "1 dead letters"}
     assert {code for code, state in seen.wrong.items() if state is State.FAIL} == set()
     assert seen.state("JS043") is State.SKIP  # it has no monitoring port; what is certain is told all the same
-    told = {each.stream: str(each) for each in durability.of_streams(seen.facts)}
+    told = {each.stream: str(each) for each in servers.durabilities(seen.facts)}
     assert told["MARS"].startswith("all messages are lost if the server's disk fails; sync_interval is not known")
 
 
@@ -217,7 +218,7 @@ async def sample(loaded: Config) -> None:
 def test_a_cluster_for_production(production: Cluster) -> None:
     seen = production.seen()
     assert {code: [str(each) for each in seen.results[code].findings] for code in seen.wrong} == {}
-    (mars,) = [str(each) for each in durability.of_streams(seen.facts) if each.stream == "MARS"]
+    (mars,) = [str(each) for each in servers.durabilities(seen.facts) if each.stream == "MARS"]
     assert mars == (
         "survives the loss of 1 of its 3 servers; "
         "a power cut of 2 of its 3 servers at once loses up to 10s of acknowledged messages"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aviso_workers.ops.doctor.checks import clients, cluster, consumers, progress, servers, streams  # noqa: F401
+from aviso_workers.ops.doctor.checks import clients, consumers, progress, servers, streams  # noqa: F401
 from aviso_workers.ops.doctor.judgements import DECLARED, Check
 
 __all__ = ["CHECKS"]

@@ -23,7 +23,6 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.fields import readable
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops.doctor import certificates
 from aviso_workers.ops.doctor.checks.streams import APPLY, JETSTREAM
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Declaration, Finding, Found, State, each_consumer
@@ -39,6 +38,10 @@ SHORTER = (
 READS_ENTRIES = (2, 15)
 RENEW = timedelta(days=30)
 JWT = re.compile(r"BEGIN NATS USER JWT-+\s+(\S+)")
+UTC_TIME, GENERALIZED_TIME, VERSION = 0x17, 0x18, 0xA0
+FORMATS = {UTC_TIME: "%y%m%d%H%M%SZ", GENERALIZED_TIME: "%Y%m%d%H%M%SZ"}
+BEFORE_VALIDITY = 3
+"""In a certificate's fields after its version: serial number, signature, issuer."""
 
 
 @Declaration("JS009", needs=("agents", "streams")).says(
@@ -221,7 +224,7 @@ def expiring_certificates(facts: Facts) -> Iterator[Finding]:
     (`tls.cert_file`). For a cluster, run the doctor with the `nats_url` of each server.
     """
     if (der := facts.server_certificate) is not None:
-        place, expires = f"the certificate of {facts.server.name}", partial(certificates.expires, der)
+        place, expires = f"the certificate of {facts.server.name}", partial(validity_end, der)
         yield from _expiring(facts, expires, "expires", place=place, unreadable="no X.509 certificate")
     tls = facts.config.notification_backend.jetstream.tls
     if tls is not None and tls.cert_file is not None:
@@ -250,7 +253,37 @@ def _certificate_expires(pem: Path) -> datetime:
     """
     text = pem.read_text()
     begin, end = text.find(ssl.PEM_HEADER), text.find(ssl.PEM_FOOTER)
-    return certificates.expires(ssl.PEM_cert_to_DER_cert(text[begin : end + len(ssl.PEM_FOOTER)]))
+    return validity_end(ssl.PEM_cert_to_DER_cert(text[begin : end + len(ssl.PEM_FOOTER)]))
+
+
+def validity_end(der: bytes) -> datetime:
+    """Return the time after which an X.509 certificate (RFC 5280) is not valid, from its DER form. Raises `ValueError`
+    where it is not a certificate.
+    """
+    try:
+        (_, certificate), *_ = _elements(der)
+        (_, signed), *_ = _elements(certificate)
+        fields = [(kind, content) for kind, content in _elements(signed) if kind != VERSION]
+        kind, content = _elements(fields[BEFORE_VALIDITY][1])[1]
+        return datetime.strptime(content.decode(), FORMATS[kind]).replace(tzinfo=UTC)
+    except (IndexError, KeyError, ValueError) as error:
+        raise ValueError("no X.509 certificate") from error
+
+
+def _elements(data: bytes) -> list[tuple[int, bytes]]:
+    """Return the DER elements that follow one another, each as its tag and its content."""
+    found = []
+    position = 0
+    while position < len(data):
+        kind, length = data[position], data[position + 1]
+        position += 2
+        if length & 0x80:
+            size = length & 0x7F
+            length = int.from_bytes(data[position : position + size], "big")
+            position += size
+        found.append((kind, data[position : position + length]))
+        position += length
+    return found
 
 
 def _longer_window(stream: StreamInfo, seconds: float) -> str:

@@ -28,7 +28,7 @@ from aviso_workers.ops.doctor.judgements import (
     each_stream,
     quoted_in_cure,
 )
-from aviso_workers.ops.timer_report import paused_text
+from aviso_workers.ops.timer_control import paused_text
 
 declare = partial(Declaration, needs=("consumers", "streams"))
 

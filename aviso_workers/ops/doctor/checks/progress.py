@@ -15,7 +15,7 @@ from aviso_workers.declare import agents, outputs
 from aviso_workers.errors import WorkerDiedError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, health, worker_health
+from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, health
 from aviso_workers.ops.doctor.checks.consumers import APPLY, UNNEEDED
 from aviso_workers.ops.doctor.facts import Facts, Need
 from aviso_workers.ops.doctor.judgements import Declaration, Finding, Found, State, about, each_stream, quoted_in_cure
@@ -302,7 +302,7 @@ def workers_need_somebody(facts: Facts) -> Iterator[Finding]:
     """The check says the [state of each worker and app](health.md#workers-and-apps) that needs somebody. A worker that
     is hindered is left to its agents, of which JS058 says it.
     """
-    for app, name, found in worker_health.troubles(facts.workers, facts.consumers, now=facts.now):
+    for app, name, found in health.worker_troubles(facts.workers, facts.consumers, now=facts.now):
         if found.needs:
             yield Finding(place=f"{app} > {name}", found=found.text, cure=found.cure)
 
