@@ -26,9 +26,8 @@ from aviso_workers.errors import BackendError, text_of
 from aviso_workers.events import WORKER, Event, Events, Hindrance
 from aviso_workers.sessions import hindrances
 from aviso_workers.sessions.session import Session
-from aviso_workers.telemetry import failure_logs, logs, metrics
-from aviso_workers.telemetry.failure_logs import FailureLog
-from aviso_workers.telemetry.logs import log
+from aviso_workers.telemetry import logs, metrics
+from aviso_workers.telemetry.logs import FailureLog, log
 from aviso_workers.telemetry.metrics import Measurable, Metrics, Missed
 from aviso_workers.telemetry.status import Health, StatusServer
 
@@ -125,7 +124,7 @@ def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
     with ExitStack() as stack:
         listeners = Listeners(app, measured=status is not None)
         stack.enter_context(app.events.heard_by(logs.observe, *logs.OBSERVED))
-        stack.enter_context(app.events.heard_by(listeners.failures.observe, *failure_logs.OBSERVED))
+        stack.enter_context(app.events.heard_by(listeners.failures.observe, *logs.COUNTED))
         if status is not None and listeners.metrics is not None:
             stack.enter_context(app.events.heard_by(listeners.metrics.observe, *metrics.OBSERVED))
             stack.enter_context(app.events.heard_by(listeners.readiness.observe, *hindrances.OBSERVED))
