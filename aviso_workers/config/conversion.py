@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
+from operator import ge, gt, le
 from typing import Any
 
 import msgspec
@@ -200,12 +201,9 @@ class Reader:
         if self._unused and path.startswith(self._unused):
             return number
         so = f": {meaning}" if meaning else ""
-        if wanted.gt is not None and not number > wanted.gt:
-            raise ValueError(f"must be > {wanted.gt}{so}")
-        if wanted.ge is not None and not number >= wanted.ge:
-            raise ValueError(f"must be >= {wanted.ge}{so}")
-        if wanted.le is not None and not number <= wanted.le:
-            raise ValueError(f"must be <= {wanted.le}{so}")
+        for sign, holds, bound in ((">", gt, wanted.gt), (">=", ge, wanted.ge), ("<=", le, wanted.le)):
+            if bound is not None and not holds(number, bound):
+                raise ValueError(f"must be {sign} {bound}{so}")
         return number
 
 
