@@ -18,12 +18,12 @@ from msgspec import Struct, field, structs
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Admin, Management
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import monitoring
+from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.info import SourceInfo, StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import mirror_histories
 
-STALE_SECONDS = monitoring.STALE_SECONDS
+STALE_SECONDS = specs.STALE_SECONDS
 """A mirror without contact for so long is not following: an idle origin sends a heartbeat every few seconds."""
 PROMOTED = "aviso-workers-promoted-from"
 """The metadata of a promoted mirror: the API and the name of its origin, and the last sequence that it mirrored."""

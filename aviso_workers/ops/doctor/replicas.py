@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.jetstream.info import Cluster
-from aviso_workers.jetstream.monitoring import FAR_BEHIND, INACTIVE_SECONDS
+from aviso_workers.jetstream.specs import FAR_BEHIND, INACTIVE_SECONDS
 
 Groups = Mapping[tuple[str, str], Cluster]
 """The servers that keep each stream and each consumer, by stream and consumer; the consumer of a stream is empty."""
