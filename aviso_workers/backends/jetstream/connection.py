@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -34,8 +34,7 @@ from aviso_workers import config
 from aviso_workers.aviso.literals import counted
 from aviso_workers.backends import ConnectionListener
 from aviso_workers.backends.jetstream import credentials, faults, inboxes, tls, wire
-from aviso_workers.backends.jetstream.inboxes import Inbox
-from aviso_workers.backends.jetstream.requests import Answer, Requests, denies
+from aviso_workers.backends.jetstream.inboxes import Answer, Inbox, Requests, denies
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, subjects
 
@@ -64,6 +63,16 @@ READING = re.compile(
 )
 """The subjects behind `$JS.API.` of requests that only read. A reader makes a consumer for itself, without a name or
 with one of `jetstream.identities`."""
+
+
+class ServerVersion(NamedTuple):
+    """The version of a nats-server."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
 
 
 class NatsConnection:
@@ -102,7 +111,7 @@ class NatsConnection:
         self._reported: set[str] = set()
         """Denied subjects, by kind."""
         self._pongs: set[asyncio.Future[bool]] = set()
-        self._server_version = (0, 0)
+        self._server_version = ServerVersion(0, 0)
         self._lost = anyio.Event()
         self._reason: BackendError = UnavailableError("the connection was closed")
         self._opened = False
@@ -132,18 +141,17 @@ class NatsConnection:
         return self.nc.max_payload
 
     @property
-    def server_version(self) -> tuple[int, int]:
+    def server_version(self) -> ServerVersion:
         """Of the server, or of the last one: nats-py knows none while it connects to a server that is new to it."""
         found = self.nc.connected_server_version
         if found.major:
-            self._server_version = found.major, found.minor
+            self._server_version = ServerVersion(found.major, found.minor)
         return self._server_version
 
     def require_server(self, major: int, minor: int, *, to: str) -> None:
         """Raise `RefusedError` where the server is older than is needed `to` do this."""
         # An older server does not answer at all to what it does not know, or passes it over.
-        if self.server_version < (major, minor):
-            found = ".".join(map(str, self.server_version))
+        if (found := self.server_version) < (major, minor):
             raise RefusedError(f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found}")
 
     async def open(self) -> None:
@@ -500,19 +508,14 @@ class NatsConnection:
             await self.nc.force_reconnect()
 
     async def _on_closed(self) -> None:
-        if not self._opened:
-            return  # a failed attempt to connect, which `open` reports
+        if not self._opened or self._lost.is_set():
+            return  # a failed attempt to connect, which `open` reports, or said before
         reason = self._why("no server answered")
         if refusal := faults.refusal(reason):
-            self._end(self._refused(refusal))
+            self._reason = self._refused(refusal)
         else:
-            self._end(UnavailableError(f"the connection to {self._urls} is lost for good: {reason}"))
-
-    def _end(self, reason: BackendError) -> None:
-        """Report that the connection is lost for good."""
-        if not self._lost.is_set():
-            self._reason = reason
-            self._lost.set()
+            self._reason = UnavailableError(f"the connection to {self._urls} is lost for good: {reason}")
+        self._lost.set()
 
     def _refused(self, refusal: str) -> RefusedError:
         return RefusedError(f"{self._urls} {refusal}: {self._last_error}")

@@ -309,11 +309,7 @@ def _tell(listener: Listener, arrived: Sequence[Arrival]) -> None:
     try:
         listener(arrived)
     except Exception as error:  # it would end nats-py's reader
-        _report(error)
-
-
-def _report(error: Exception) -> None:
-    asyncio.get_running_loop().call_exception_handler({"message": "a listener failed", "exception": error})
+        asyncio.get_running_loop().call_exception_handler({"message": "a listener failed", "exception": error})
 
 
 class PublicWire:
