@@ -165,9 +165,7 @@ class InMemoryBackend:
             return held.newest(last_by_subject)
         if not next_by_subject:
             return held.messages.get(sequence)
-        wanted = pattern([next_by_subject])
-        following = (each for each in held.messages.values() if each.sequence >= sequence)
-        return next((each for each in following if wanted.fullmatch(each.subject)), None)
+        return held.next_message(sequence, pattern([next_by_subject]))
 
     async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
         await self.connection.reach()

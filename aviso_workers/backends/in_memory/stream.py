@@ -173,9 +173,7 @@ class InMemoryStream:
 
     def evict_topic(self) -> None:
         """Drop the subject whose newest message is oldest."""
-        for sequence in tuple(next(iter(self.subjects.values()))):
-            self._remove(sequence)
-        self.changed()
+        self.purge(next(iter(self.subjects)))
 
     def newest(self, subject: str) -> Message | None:
         sequences = self.subjects.get(subject)

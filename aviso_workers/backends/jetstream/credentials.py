@@ -24,44 +24,37 @@ JWT = "BEGIN NATS USER JWT"
 SEED = "BEGIN USER NKEY SEED"
 
 
-class UnusableFileError(nats.errors.Error):
-    """A file that the settings name cannot be read, or holds something else."""
+class UnusableFileError(nats.errors.Error, RefusedError):
+    """A file that the settings name cannot be read, or holds something else. nats-py, which may raise it while it
+    connects, goes on after errors of its own only."""
 
 
 def options(settings: config.JetStream) -> dict[str, Any]:
-    """Return what `nats.aio.client.Client.connect` takes. Raises `RefusedError` for a file that cannot be used."""
-    try:
-        if settings.token:
-            return {"token": settings.token.reveal()}
-        if settings.user:
-            return {"user": settings.user, "password": settings.password.reveal() if settings.password else ""}
-        if settings.nkey_seed_file:
-            return {"nkeys_seed_str": seed_of(settings.nkey_seed_file)}
-        if settings.credentials_file:
-            return _of_credentials(settings.credentials_file)
-    except UnusableFileError as error:
-        raise RefusedError(str(error)) from error
-    return {}
+    """Return what `nats.aio.client.Client.connect` takes. Raises `UnusableFileError`."""
+    if settings.token:
+        return {"token": settings.token.reveal()}
+    if settings.user:
+        return {"user": settings.user, "password": settings.password.reveal() if settings.password else ""}
+    if settings.nkey_seed_file:
+        return {"nkeys_seed_str": seed_of(settings.nkey_seed_file)}
+    return _of_credentials(settings.credentials_file) if settings.credentials_file else {}
 
 
 def user(settings: config.JetStream) -> str:
     """Return the name that a server has for us: the user, or the public key of an NKey or a JWT. It is empty where the
     settings do not say it, as with a token or a certificate alone.
 
-    Raises `RefusedError` for a file that cannot be used.
+    Raises `UnusableFileError`.
     """
-    try:
-        if settings.token:
-            return ""
-        if settings.user:
-            return settings.user
-        if settings.nkey_seed_file:
-            public_key: bytes = _key_pair_of(settings.nkey_seed_file).public_key
-            return public_key.decode()
-        if settings.credentials_file:
-            return _subject_of_jwt(settings.credentials_file)
-    except UnusableFileError as error:
-        raise RefusedError(str(error)) from error
+    if settings.token:
+        return ""
+    if settings.user:
+        return settings.user
+    if settings.nkey_seed_file:
+        public_key: bytes = _key_pair_of(settings.nkey_seed_file).public_key
+        return public_key.decode()
+    if settings.credentials_file:
+        return _subject_of_jwt(settings.credentials_file)
     urls = [urlsplit(url) for url in settings.servers]
     users = {unquote(url.username or "") for url in urls if url.password is not None}  # without one it is a token
     return users.pop() if len(users) == 1 else ""

@@ -324,7 +324,7 @@ class Ingester:
     def _batches(self, outgoing: Sequence[Outgoing]) -> list[_FastBatch]:
         """Return what of it can go as batches. A message that is refused before it is sent would end its batch."""
         batches: dict[str, _FastBatch] = {}
-        if len(outgoing) < FEWEST or not self._connection.ready:
+        if not self._connection.ready:
             return []
         most = self._connection.nc.max_payload
         for place, each in enumerate(outgoing):
