@@ -50,7 +50,7 @@ async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(
     larger = PullSubscription(
         played.connection, stream="MARS", consumer="agent", on_messages=print, on_change=lambda: None
     )
-    await larger.open()
+    await larger.open(limits={})
     larger.ask(1)
 
     assert asked(played)[0]["max_bytes"] > played.max_payload

@@ -25,7 +25,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from aviso_workers._fast import Arrival
 from aviso_workers.backends import Received, StreamSnapshot
-from aviso_workers.backends.jetstream import faults, tls, wire
+from aviso_workers.backends.jetstream import credentials, faults, wire
 from aviso_workers.backends.jetstream.connection import API_TIMEOUT_SECONDS, NatsConnection, require_subject
 from aviso_workers.backends.jetstream.readers import JetStreamReaders
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
@@ -62,7 +62,7 @@ class JetStreamAdministration(JetStreamReaders):
 
     @property
     def server_certificate(self) -> bytes | None:
-        return tls.certificate(self._connection.nc)
+        return credentials.certificate(self._connection.nc)
 
     @property
     def shares_inbox(self) -> bool:

@@ -10,7 +10,7 @@ so too where a server refuses our credentials, because they can be replaced; onl
 Two things nats-py does not see, and its owner does: a server that does not answer any more is left (`watch`), and one
 that is about to shut down is left for another one.
 
-Where TLS is configured, nothing is sent without it (`tls`).
+Where TLS is configured, nothing is sent without it (`credentials`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nats.aio.client import Client
 from aviso_workers import config
 from aviso_workers.aviso.literals import counted
 from aviso_workers.backends import ConnectionListener
-from aviso_workers.backends.jetstream import credentials, faults, inboxes, tls, wire
+from aviso_workers.backends.jetstream import credentials, faults, inboxes, wire
 from aviso_workers.backends.jetstream.inboxes import Answer, Inbox, Requests, denies
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, subjects
@@ -161,7 +161,7 @@ class NatsConnection:
         would help: the server turns us away, it cannot be trusted, or a file that the settings name cannot be used.
         """
         settings = self._settings
-        options = _options(settings)
+        options = credentials.options(settings)
         self._user = credentials.user(settings)
         told = -math.inf
         for attempt in range(1, settings.retry_attempts + 1):
@@ -397,7 +397,7 @@ class NatsConnection:
         settings = self._settings
         alone = len(settings.servers) == 1
         patience = settings.timeout_seconds if alone else min(settings.timeout_seconds, attempt * SECONDS_PER_SERVER)
-        self.nc = tls.CarefulClient(settings)
+        self.nc = credentials.CarefulClient(settings)
         await self.nc.connect(
             list(settings.servers),
             name="aviso-workers",
@@ -552,12 +552,3 @@ def _kind(said: str) -> str:
     length = next((length for begin, length in KINDS.items() if f"{subject}.".startswith(f"{begin}.")), 1)
     cut = ".".join(tokens[:length]) + (".>" if len(tokens) > length else "")
     return f"{denied.strip()} {cut}"
-
-
-def _options(settings: config.JetStream) -> dict[str, Any]:
-    options = credentials.options(settings)
-    if settings.tls:
-        options["tls"] = tls.context(settings.tls)
-        if settings.tls.server_hostname:
-            options["tls_hostname"] = settings.tls.server_hostname
-    return options
