@@ -124,7 +124,7 @@ def _find(parts: list[str], root: YamlNode, wanted: inspect.Type) -> tuple[list[
         found = known.get(key, others)
         if found is None:
             where = ".".join(keys) or "a configuration"
-            hint = near(part, known, among=True) if known else "it holds no keys"
+            hint = near(part, known) if known else "it holds no keys"
             raise LookupError(f"there is no {part!r} in {where}; {hint}")
         keys.append(key)
         wanted, node = found, given.get(key)

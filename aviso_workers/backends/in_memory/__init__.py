@@ -42,9 +42,6 @@ from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.jetstream.subjects import pattern
 
-__all__ = ["InMemoryBackend"]
-
-
 NO_SERVER = "the in-memory backend has no server to administer; use `kind: jetstream`"
 
 

@@ -43,8 +43,6 @@ from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.plans import UPDATABLE
 from aviso_workers.jetstream.specs import ConsumerSpec
 
-__all__ = ["JetStreamBackend"]
-
 LIMIT = re.compile(r"limit of (\d+)")
 """The limit in the description of MAX_ACK_PENDING_EXCEEDED."""
 LEAVE_SECONDS = 2.0
