@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 import anyio
 import structlog
+from msgspec import Struct
 
 from aviso_workers.aviso.literals import printable
 from aviso_workers.config import Logging
@@ -230,14 +231,12 @@ class _Kind(NamedTuple):
     line: int
 
 
-class _KindCounts:
+class _KindCounts(Struct):
     """How many of a kind there were since the period began."""
 
-    __slots__ = ("began", "more", "written")
-
-    def __init__(self, began: float) -> None:
-        self.began = began
-        self.written = self.more = 0
+    began: float
+    written: int = 0
+    more: int = 0
 
 
 class FailureLog:

@@ -45,6 +45,7 @@ from aviso_workers.events import (
     DeadLettersRefused,
     DeadLettersStored,
     Event,
+    Events,
     Failed,
     ForeignAnswer,
     LeadershipHindered,
@@ -398,13 +399,14 @@ def _numbers(metrics: Mapping[str, Metric], **values: Any) -> Numbers:
     return {name: metric.begin() for name, metric in metrics.items()} | values
 
 
-class Measurable(Protocol):
-    """An app, as its numbers need it."""
+class RunningApp(Protocol):
+    """An app that runs, as what listens to its events needs it."""
 
     name: str
     agents: list[Agent[Any, Any]]
     timers: list[Timer[Any, Any]]
     tasks: list[Task]
+    events: Events
 
     @property
     def config(self) -> Config: ...
@@ -416,7 +418,7 @@ class Measurable(Protocol):
 class Metrics:
     """The numbers of one worker process. `observe` the app's events, `render` for a scrape, from any thread."""
 
-    def __init__(self, app: Measurable, *, ready: Callable[[], bool], loop_lag_seconds: Callable[[], float]) -> None:
+    def __init__(self, app: RunningApp, *, ready: Callable[[], bool], loop_lag_seconds: Callable[[], float]) -> None:
         bases = {name: schema.topic_of(name, kind).base for name, kind in app.config.notification_schema.items()}
         self._connections = 0
         self._hindered: set[str] = set()
@@ -707,7 +709,7 @@ def _gauge(measured: Measured) -> str:
     return "".join(lines)
 
 
-def _run_of(app: Measurable, agent: str) -> Callable[[], SubscriptionRun | None]:
+def _run_of(app: RunningApp, agent: str) -> Callable[[], SubscriptionRun | None]:
     return lambda: app.runs.get(agent)
 
 

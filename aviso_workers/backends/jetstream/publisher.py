@@ -252,17 +252,16 @@ def _described(outgoing: Outgoing) -> str:
     return f"publish {outgoing.message.subject}"
 
 
-class _FastBatch:
+class _FastBatch(msgspec.Struct, eq=False):
     """Messages of one stream. It is over when there is an answer, or will be none."""
 
-    def __init__(self, stream: str) -> None:
-        self.stream = stream
-        self.messages: list[tuple[bytes, bytes, bytes]] = []
-        """Subject, header block and data of each."""
-        self.places: list[int] = []
-        """Of each, among those that are published together."""
-        self.over = anyio.Event()
-        self.answer: PublishAnswer | None = None
+    stream: str
+    messages: list[tuple[bytes, bytes, bytes]] = []
+    """Subject, header block and data of each."""
+    places: list[int] = []
+    """Of each, among those that are published together."""
+    over: anyio.Event = msgspec.field(default_factory=anyio.Event)
+    answer: PublishAnswer | None = None
 
 
 class Ingester:
