@@ -48,7 +48,7 @@ def _shown(name: str, value: object) -> object:
 
 
 class Many(NamedTuple):
-    """How facts are logged of which there may be very many: `failure_logs` only counts most of those that are alike."""
+    """How facts are logged of which there may be very many: `FailureLog` only counts most of those that are alike."""
 
     event: str
     """Of the line that says how many were only counted."""
@@ -216,7 +216,7 @@ class Failed(Settled, frozen=True, kw_only=True):
     many = Many("notification.more_failures", alike=("agent", "outcome", "reason"))
 
     def lines(self) -> Iterator[LogLine]:
-        """Yield the line without the error: `failure_logs` has the traceback of the first one only."""
+        """Yield the line without the error: `FailureLog` has the traceback of the first one only."""
         yield self.line(
             "error" if self.outcome == "dead_lettered" else "warning",
             f"notification.{self.outcome}",
@@ -597,7 +597,7 @@ class WindowDone(_OfAgent, frozen=True, kw_only=True):
     """The reason of the dead letter; empty where there is none."""
 
     def lines(self) -> Iterator[LogLine]:
-        """Yield the line without the error: `failure_logs` has the traceback of the first one only."""
+        """Yield the line without the error: `FailureLog` has the traceback of the first one only."""
         if self.error is None:
             return  # what went well is counted
         of = {"agent": self.agent, "key": self.key, "start": self.start.isoformat()}

@@ -13,7 +13,7 @@ import pytest
 from msgspec import Struct
 
 from aviso_workers import App, Batch, Notification, Notify, Router, Slots
-from aviso_workers.backends.in_memory.connection import InMemoryConnection
+from aviso_workers.backends.in_memory.consumer import InMemoryConnection
 from aviso_workers.errors import (
     ConfigError,
     DeclarationError,

@@ -17,7 +17,7 @@ import pytest
 import aviso_workers
 from _newcomer import archives
 from _newcomer.archives import Archives
-from aviso_workers.config import shipped_files
+from aviso_workers.config import display
 from aviso_workers.errors import ConfigError
 from tests.waits import PATIENCE_SECONDS
 
@@ -73,17 +73,17 @@ def test_the_wheel_installs_our_packages_and_nothing_beside_them(installed: Path
 
 
 def test_every_file_that_is_shipped_is_listed_and_can_be_read() -> None:
-    assert {*shipped_files.FILES} == {file.name for file in CONFIG.iterdir() if file.is_file()} - {"__init__.py"}
-    for name in shipped_files.FILES:
-        assert shipped_files.read(name) == (CONFIG / name).read_text()
+    assert {*display.SHIPPED_FILES} == {file.name for file in CONFIG.iterdir() if file.is_file()} - {"__init__.py"}
+    for name in display.SHIPPED_FILES:
+        assert display.shipped(name) == (CONFIG / name).read_text()
 
 
 def test_a_file_that_is_not_shipped_is_named_with_the_nearest_that_is() -> None:
     with pytest.raises(ConfigError, match=r"no file 'keda' is shipped; did you mean 'keda.yaml'\?"):
-        shipped_files.read("keda")
+        display.shipped("keda")
 
 
-@pytest.mark.parametrize("name", shipped_files.FILES)
+@pytest.mark.parametrize("name", display.SHIPPED_FILES)
 def test_the_wheel_has_the_files_of_config(installed: Path, name: str) -> None:
     assert (installed / "aviso_workers" / "shipped" / name).read_text() == (CONFIG / name).read_text()
 

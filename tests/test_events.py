@@ -25,7 +25,7 @@ from aviso_workers.events import (
     unheard,
 )
 from aviso_workers.sessions import hindrances
-from aviso_workers.telemetry import failure_logs, logs, metrics
+from aviso_workers.telemetry import logs, metrics
 
 UP = ConnectionChanged(connected=True, reason="")
 STORED = Published(event_type="mars", outcome="stored", attempts=1)
@@ -50,7 +50,7 @@ def test_each_class_of_facts_says_how_it_is_logged() -> None:
 
 
 def test_each_class_of_facts_is_listened_to_by_a_worker_unless_it_says_that_it_is_not() -> None:
-    heard = {*logs.OBSERVED, *failure_logs.OBSERVED, *metrics.OBSERVED, *hindrances.OBSERVED}
+    heard = {*logs.OBSERVED, *logs.COUNTED, *metrics.OBSERVED, *hindrances.OBSERVED}
     unheard_ones = {kind for kind in all_kinds() if kind.lines is unheard}
     assert {*all_kinds()} - heard == unheard_ones
 

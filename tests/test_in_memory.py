@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from aviso_workers import config
 from aviso_workers.backends import Delivery, Message
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.backends.in_memory.durable import Durable
+from aviso_workers.backends.in_memory.stream import Durable
 from aviso_workers.clocks import VirtualClock
 from aviso_workers.errors import RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec

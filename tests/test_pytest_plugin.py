@@ -234,7 +234,7 @@ class TestOtherPlugins:
         failing = """
             {mark}
             async def test_waits(t, monkeypatch):
-                from aviso_workers.backends.in_memory.connection import InMemoryConnection
+                from aviso_workers.backends.in_memory.consumer import InMemoryConnection
                 from aviso_workers.errors import BackendError
 
                 async def failed(self):

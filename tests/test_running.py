@@ -19,7 +19,7 @@ import pytest
 import structlog
 
 from aviso_workers import App, Notification, Reject
-from aviso_workers.backends.in_memory.connection import InMemoryConnection
+from aviso_workers.backends.in_memory.consumer import InMemoryConnection
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.errors import (

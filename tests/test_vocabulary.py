@@ -119,7 +119,7 @@ MANAGEMENT = "aviso_workers/backends/jetstream/management.py"
 """Where JetStream's API is asked about streams and consumers."""
 ASKED_ELSEWHERE = {
     "aviso_workers/backends/jetstream/pull_requests.py": {"CONSUMER.MSG.NEXT"},
-    "aviso_workers/backends/jetstream/snapshots.py": {"STREAM.RESTORE", "STREAM.SNAPSHOT"},
+    "aviso_workers/backends/jetstream/admin.py": {"STREAM.RESTORE", "STREAM.SNAPSHOT"},
     "aviso_workers/ops/doctor/monitoring_port.py": {"STREAM.NAMES"},  # also in management; here with an unknown field
     "aviso_workers/ops/inventory.py": {"DIRECT.GET"},
     "aviso_workers/ops/maintenance.py": {"LEADER.STEPDOWN", "STREAM.PEER.REMOVE"},

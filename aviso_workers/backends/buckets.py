@@ -139,8 +139,7 @@ class Bucket:
         message_id: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> int:
-        own = {} if ttl_seconds is None else {TTL: self._ttl(key, ttl_seconds)}
-        whole = {**(headers or {}), **own}
+        whole = {**(headers or {}), **self._ttl(key, ttl_seconds)}
         try:
             return await self._store(key, value, whole, revision, message_id)
         except ConflictError:
@@ -158,8 +157,8 @@ class Bucket:
         message_id: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> int:
-        own = {} if ttl_seconds is None else {TTL: self._ttl(key, ttl_seconds)}
-        last = await self._store(key, b"", {**(headers or {}), **self._deletion, **own}, revision, message_id)
+        whole = {**(headers or {}), **self._deletion, **self._ttl(key, ttl_seconds)}
+        last = await self._store(key, b"", whole, revision, message_id)
         for _ in range(1, self._history):  # the earlier values go
             try:
                 last = await self._store(key, b"", self._deletion, last, None)
@@ -269,7 +268,10 @@ class Bucket:
             return f"bucket {self._name}, key {key}: {why}{cure}" if why else ""
         return ""
 
-    def _ttl(self, key: str, seconds: float) -> str:
+    def _ttl(self, key: str, seconds: float | None) -> dict[str, str]:
+        """Return the header by which a key is forgotten after this time. Raises `RefusedError`."""
+        if seconds is None:
+            return {}
         what = f"bucket {self._name}, key {key}"
         self._backend.connection.require_server(2, 11, to="have a key forgotten after a time")
         if not self._knows_ttl:
@@ -278,7 +280,7 @@ class Bucket:
             )
         if not seconds >= SHORTEST_TTL_SECONDS:
             raise RefusedError(f"{what}: ttl must be {SHORTEST_TTL_SECONDS:g} s or more, found {seconds:g}")
-        return ttl_text(seconds)
+        return {TTL: ttl_text(seconds)}
 
     def _subject(self, key: str) -> str:
         if not KEY.fullmatch(key):

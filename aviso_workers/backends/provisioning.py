@@ -142,18 +142,6 @@ class Provisioner:
             )
 
     async def _reconcile(self, spec: StreamSpec) -> None:
-        plan = await self._usable(spec)
-        if self._management != "reconcile":
-            return
-        if plan.fixed:
-            self._report_unchanged(plan.fixed, plan, refused="; ".join(difference.cure for difference in plan.fixed))
-        if plan.removing:
-            self._report_unchanged(plan.removing, plan, refused=_why_not_removed(plan))
-        if plan.differences:
-            await self._update(plan)
-
-    async def _usable(self, spec: StreamSpec) -> Plan:
-        """Return what is left to be done about the stream, which exists and can be used."""
         plan = await self.plan(spec)
         if not plan.exists:
             if self._management == "observe":
@@ -164,7 +152,14 @@ class Provisioner:
                 )
             plan = await self._create(plan)
         _require_usable(plan)
-        return plan
+        if self._management != "reconcile":
+            return
+        if plan.fixed:
+            self._report_unchanged(plan.fixed, plan, refused="; ".join(difference.cure for difference in plan.fixed))
+        if plan.removing:
+            self._report_unchanged(plan.removing, plan, refused=_why_not_removed(plan))
+        if plan.differences:
+            await self._update(plan)
 
     async def _older(self, spec: StreamSpec, found: StreamInfo) -> int | None:
         """Return how many messages are older than the wanted age, asked only where that gets shorter."""

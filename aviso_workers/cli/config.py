@@ -19,7 +19,7 @@ from aviso_workers.cli.targets import (
     load,
     settings_of_installed,
 )
-from aviso_workers.config import display, shipped_files
+from aviso_workers.config import display
 from aviso_workers.errors import ConfigError
 from aviso_workers.state.asyncapi import document
 
@@ -91,6 +91,6 @@ def files(
     Example: aviso-workers config files prometheus-rules.yml > prometheus-rules.yml
     """
     if name is not None:
-        typer.echo(shipped_files.read(name), nl=False)
+        typer.echo(display.shipped(name), nl=False)
         return
-    Columns("file", "is").print(list(shipped_files.FILES.items()))
+    Columns("file", "is").print(list(display.SHIPPED_FILES.items()))

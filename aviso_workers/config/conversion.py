@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
+from operator import ge, gt, le
 from typing import Any
 
 import msgspec
@@ -127,13 +128,14 @@ class Reader:
                 continue
             nearest = _nearest(key, known, cutoff=0.75)
             if wanted.forbid_unknown_fields:
-                self.mistakes.append((node.place, f"{path}: unknown field(s): {key}; {near(key, known, among=True)}"))
+                self.mistakes.append((node.place, f"{path}: unknown field(s): {key}; {near(key, known)}"))
             elif known.get(nearest):
                 self.mistakes.append((node.place, f"{_join(path, key)} is not known; did you mean {nearest!r}?"))
             elif path == _BACKEND and (section := _section_of(key, wanted)):
                 self.mistakes.append((node.place, f"{path}.{key} is not known; did you mean {path}.{section}.{key}?"))
-            elif hint := near(key, known, cutoff=0.8):
-                self.warn(node.place, _join(path, key), f"this key is not known and is ignored; {hint}")
+            elif similar := _nearest(key, known, cutoff=0.8):
+                text = f"this key is not known and is ignored; did you mean {similar!r}?"
+                self.warn(node.place, _join(path, key), text)
             elif path.startswith(_BACKEND) or _POLICIES.fullmatch(path):
                 self.warn(node.place, _join(path, key), "this key is not known and is ignored")
 
@@ -177,7 +179,7 @@ class Reader:
         tag_path = _join(path, tag_field)
         self.places[tag_path] = given.place
         if not isinstance(given.value, str) or given.value not in by_tag:
-            hint = near(str(given.value), by_tag, among=True)
+            hint = near(str(given.value), by_tag)
             self.refuse(tag_path, f"expected the name of a rule, found {_shown(given)}; {hint}")
             return _BAD
         return self.struct(node, by_tag[given.value], path)
@@ -200,12 +202,9 @@ class Reader:
         if self._unused and path.startswith(self._unused):
             return number
         so = f": {meaning}" if meaning else ""
-        if wanted.gt is not None and not number > wanted.gt:
-            raise ValueError(f"must be > {wanted.gt}{so}")
-        if wanted.ge is not None and not number >= wanted.ge:
-            raise ValueError(f"must be >= {wanted.ge}{so}")
-        if wanted.le is not None and not number <= wanted.le:
-            raise ValueError(f"must be <= {wanted.le}{so}")
+        for sign, holds, bound in ((">", gt, wanted.gt), (">=", ge, wanted.ge), ("<=", le, wanted.le)):
+            if bound is not None and not holds(number, bound):
+                raise ValueError(f"must be {sign} {bound}{so}")
         return number
 
 
@@ -218,12 +217,9 @@ def _sentence(path: str, problem: str) -> str:
     return f"{path} {problem}"
 
 
-def near(name: str, known: Iterable[str], *, cutoff: float = 0.6, among: bool = False) -> str:
-    """Return a question for the nearest known name; where none is near, all of them (`among`) or nothing."""
-    names = list(known)
-    if nearest := _nearest(name, names, cutoff=cutoff):
-        return f"did you mean {nearest!r}?"
-    return f"known are: {', '.join(names)}" if among else ""
+def near(name: str, known: Iterable[str]) -> str:
+    """Return a question for the nearest known name; where none is near, all of them."""
+    return literals.suggestion(name.lower(), list(known), all_of_them="known are")
 
 
 def _nearest(name: str, known: Iterable[str], *, cutoff: float) -> str:

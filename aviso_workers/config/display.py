@@ -1,5 +1,6 @@
 """The configuration for people: its JSON Schema for editors, its effective values with their origin, and its event
-types as a file has them.
+types as a file has them. And the files of `config/` in the repository, which are installed with the package:
+configurations to begin with, and what Prometheus, Grafana and KEDA are given.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from importlib import resources
 from itertools import pairwise
 from typing import Any
 
@@ -16,12 +18,13 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from aviso_workers.aviso import schema
+from aviso_workers.aviso import literals, schema
 from aviso_workers.aviso.literals import Duration, Size, SizeLimit
 from aviso_workers.config import nats_server, settings
 from aviso_workers.config.documents import keys_of, resolved
 from aviso_workers.config.secrets import HIDDEN, Secret, ServerUrls, address_only, without_user
 from aviso_workers.config.settings import Config, Document
+from aviso_workers.errors import ConfigError
 from aviso_workers.jetstream import fields
 
 _LITERALS: dict[type, dict[str, Any]] = {
@@ -38,6 +41,19 @@ _TELLTALE = re.compile(
 )
 _ADDRESSES = re.compile(r"server\.(cluster\.routes|gateways\.remotes\.|leafnodes\.remotes\..*\.urls)")
 """Key paths of servers' addresses, with or without a scheme, in which a password may stand by mistake."""
+
+
+SHIPPED = "aviso_workers.shipped"
+"""The package as which pyproject.toml installs `config/`."""
+SHIPPED_FILES = {
+    "example.yaml": "every key of a configuration, commented, with its default",
+    "dev.yaml": "a configuration for development",
+    "prometheus.yml": "a scrape configuration of Prometheus",
+    "prometheus-rules.yml": "alerts for Prometheus, each with what to do",
+    **{f"grafana-{of}.json": f"board of Grafana: {of}" for of in ("overview", "agent", "timers", "streams", "spark")},
+    "keda.yaml": "a ScaledObject of KEDA: as many pods as an agent's lag needs",
+}
+"""A description of each file, by its name."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -156,3 +172,10 @@ def _shown(path: str, value: Any) -> Any:
             return without_user(value)
         case _:
             return value
+
+
+def shipped(name: str) -> str:
+    """Return the text of one of `SHIPPED_FILES`. Raises `ConfigError` where there is none of this name."""
+    if name not in SHIPPED_FILES:
+        raise ConfigError([f"no file {name!r} is shipped; {literals.suggestion(name, [*SHIPPED_FILES])}"])
+    return resources.files(SHIPPED).joinpath(name).read_text()

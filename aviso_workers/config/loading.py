@@ -21,11 +21,18 @@ from msgspec import Struct, structs
 
 from aviso_workers.aviso import schema
 from aviso_workers.aviso.schema import EventType, PayloadRule, StoragePolicy
-from aviso_workers.config import nats_context
 from aviso_workers.config import streams as declared_streams
 from aviso_workers.config.conversion import Reader, described
 from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of, overlay, parse
-from aviso_workers.config.environment import SERVER_FILE, WORKERS, WORKERS_FILE, overrides
+from aviso_workers.config.environment import (
+    CONNECTION,
+    CONTEXT,
+    SERVER_FILE,
+    WORKERS,
+    WORKERS_FILE,
+    overrides,
+    read_context,
+)
 from aviso_workers.config.secrets import Secret, is_url
 from aviso_workers.config.settings import Config, Document, JetStream, Lineage, NotificationBackend
 from aviso_workers.errors import ConfigError
@@ -98,7 +105,7 @@ def examine(
     and the backend is a server at the default URL. A relative `path` that is not a file is looked for in the directory
     `beside` as well. Raises ConfigError where a file cannot be made sense of at all.
     """
-    named = context if context is not None else environ.get(nats_context.VARIABLE)
+    named = context if context is not None else environ.get(CONTEXT)
     files = _files(path, environ, needed=context is None and not named and not event_types, beside=beside)
     root, mistakes = _read(files)
     if not files:
@@ -109,7 +116,7 @@ def examine(
     reader = Reader(unused=_UNUSED.get(_kind(root), ""))
     uses_context = _uses_context(root, context, named, reader)
     if uses_context:
-        section, refused = nats_context.read(named or "", environ, rank=ENVIRONMENT)
+        section, refused = read_context(named or "", environ, rank=ENVIRONMENT)
         root, wrong = _connected(root, section), wrong + refused
     values = reader.fields(root, wanted, "")
     if (backend := values.get("notification_backend")) and backend.kind == "jetstream":
@@ -378,9 +385,9 @@ def _uses_context(root: YamlNode, context: str | None, named: str | None, reader
     if context is not None or not named:
         return context is not None
     given = _at(root, "notification_backend", "jetstream").keys
-    if (key := next((key for key in given if key in nats_context.CONNECTION), None)) is None:
+    if (key := next((key for key in given if key in CONNECTION), None)) is None:
         return _kind(root) in ("", "jetstream")
-    text = f"is used, and {nats_context.VARIABLE} is not: --context goes before the configuration"
+    text = f"is used, and {CONTEXT} is not: --context goes before the configuration"
     reader.warn(given[key].place, f"{_JETSTREAM}.{key}", text)
     return False
 
@@ -394,7 +401,7 @@ def _connected(root: YamlNode, section: YamlNode) -> YamlNode:
     if not isinstance(backend.value, dict):
         return root
     before = backend.value.get("jetstream", section)
-    kept = {key: node for key, node in before.keys.items() if key not in nats_context.CONNECTION}
+    kept = {key: node for key, node in before.keys.items() if key not in CONNECTION}
     changed = structs.replace(before, value=kept | section.keys)
     return root.having("notification_backend", backend.having("jetstream", changed))
 

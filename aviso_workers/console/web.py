@@ -44,8 +44,7 @@ from aviso_workers.console.overview import Watcher
 from aviso_workers.console.pages import PAGES, Page, Question
 from aviso_workers.errors import AvisoWorkersError, BackendError, DeniedError, NotFoundError, UnavailableError, describe
 from aviso_workers.ops import inventory
-from aviso_workers.telemetry.failed_logins import FailedLogins
-from aviso_workers.telemetry.status import PATHS
+from aviso_workers.telemetry.status import PATHS, FailedLogins
 from aviso_workers.version import __version__
 
 MAX_FORM_BYTES = 64 * 1024

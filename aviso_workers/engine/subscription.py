@@ -32,7 +32,7 @@ from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
-from aviso_workers.jetstream import identities, metadata, monitoring
+from aviso_workers.jetstream import identities, metadata, specs
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.task_groups import task_group
 
@@ -232,7 +232,7 @@ def consumer_spec(
 ) -> ConsumerSpec:
     """Return the durable consumer of a subscription; `ack_wait` is in seconds."""
     fields = metadata.starting(start)
-    fields["metadata"] |= monitoring.of_consumer(max_ack_pending)
+    fields["metadata"] |= specs.monitoring_of(max_ack_pending)
     return ConsumerSpec(
         durable_name=durable,
         filter_subjects=filters,

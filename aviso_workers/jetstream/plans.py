@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, structs
 
-from aviso_workers.jetstream import fields, metadata, monitoring, specs
+from aviso_workers.jetstream import fields, metadata, specs
 from aviso_workers.jetstream.fields import CONSUMER, DEFAULT_DUPLICATE_WINDOW, STREAM, Field
 from aviso_workers.jetstream.info import ConsumerConfig
 from aviso_workers.jetstream.specs import PRIORITIZED, ConsumerSpec, StreamSpec
@@ -210,7 +210,7 @@ def consumer_differences(wanted: ConsumerSpec, found: Mapping[str, Any]) -> tupl
         passed_over |= PRIORITY  # another worker's wish, which changes nothing for those that are near
     asked = {name: value for name, value in msgspec.to_builtins(wanted).items() if name not in passed_over}
     known = found.get("metadata") or {}
-    kept = {name for name in known if name.startswith(monitoring.PREFIX)}  # an operator may have set another threshold
+    kept = {name for name in known if name.startswith(specs.MONITORING)}  # an operator may have set another threshold
     if noted := {name: text for name, text in (wanted.metadata or {}).items() if name not in {metadata.START, *kept}}:
         asked["metadata"] = noted
     return (*_differences(asked, found), *([start] if start else ()))

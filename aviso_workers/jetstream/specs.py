@@ -12,8 +12,6 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
 
-from aviso_workers.jetstream import monitoring
-
 OURS = "aviso_workers_"
 """How the names of our own streams begin, and no app's name."""
 SCHEDULES = f"{OURS}schedule__"
@@ -31,6 +29,23 @@ PINNED = "pinned_client"
 PRIORITIZED = "prioritized"
 GROUP = "workers"
 """A consumer of one of these two policies has one group, by which its readers ask."""
+
+
+MONITORING = "io.nats.monitor."
+"""How the entries in the metadata of our streams and consumers begin that `nats server check` reads as its thresholds.
+
+They are such that a healthy stream or consumer is never critical: those of the doctor's checks JS017, JS019 and JS031.
+What operators have set there stays. A stream gets them when it is created, and an existing one with its next update: it
+is not updated for them alone, as it may be an aviso-server's.
+"""
+MONITORED = {f"{MONITORING}enabled": "true"}
+EXPECTED_PEERS = f"{MONITORING}peer-expect"
+FAR_BEHIND = 1_000
+"""Entries by which a replica is behind its leader."""
+INACTIVE_SECONDS = 10
+"""Since its leader heard of a replica."""
+STALE_SECONDS = 30
+"""Since a mirror heard of its origin."""
 
 
 class StreamSpec(Struct, frozen=True, kw_only=True):
@@ -63,7 +78,7 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     takes_batches: bool = True
     """Whether it takes batches, of those that its server knows, when it is created and nothing else is stated."""
     monitored: bool = False
-    """Whether its metadata has what `nats server check` reads, see `monitoring`."""
+    """Whether its metadata has what `nats server check` reads, see `MONITORING`."""
     key_order: tuple[str, ...] = ()
     """The fields of identifiers in the order of the subjects, which its metadata says; empty for other streams."""
     keys: Mapping[str, str] = {}
@@ -115,7 +130,11 @@ def with_notes(config: Mapping[str, Any], spec: StreamSpec, *, stated: Mapping[s
     if spec.key_order:
         noted = {KEY_ORDER: ",".join(spec.key_order), **(config.get("metadata") or {})}
         config = {**config, "metadata": noted}
-    return monitoring.with_entries(config, stated=stated) if spec.monitored else dict(config)
+    if not spec.monitored:
+        return dict(config)
+    # The number of its servers follows from the configuration, unless it is in the stated metadata.
+    known = {key: text for key, text in (config.get("metadata") or {}).items() if key != EXPECTED_PEERS}
+    return {**config, "metadata": {**_thresholds(config), **known, **(stated.get("metadata") or {})}}
 
 
 def is_name(text: str) -> bool:
@@ -134,3 +153,21 @@ def beginning_after(spec: ConsumerSpec, sequence: int) -> ConsumerSpec:
     The start that was declared stays noted.
     """
     return structs.replace(spec, deliver_policy="by_start_sequence", opt_start_seq=sequence + 1, opt_start_time=UNSET)
+
+
+def monitoring_of(max_ack_pending: int) -> dict[str, str]:
+    """Return what `nats server check` reads of a consumer. One with a limit of 1 is at its limit whenever it works."""
+    return MONITORED | ({f"{MONITORING}outstanding-ack-critical": str(max_ack_pending)} if max_ack_pending > 1 else {})
+
+
+def _thresholds(config: Mapping[str, Any]) -> dict[str, str]:
+    entries = dict(MONITORED)
+    if (replicas := config.get("num_replicas") or 1) > 1:
+        entries |= {
+            EXPECTED_PEERS: str(replicas),
+            f"{MONITORING}peer-lag-critical": str(FAR_BEHIND),
+            f"{MONITORING}peer-seen-critical": f"{INACTIVE_SECONDS}s",
+        }
+    if config.get("mirror") or config.get("sources"):
+        entries[f"{MONITORING}seen-critical"] = f"{STALE_SECONDS}s"
+    return entries

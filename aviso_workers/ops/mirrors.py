@@ -38,12 +38,12 @@ from aviso_workers.aviso.codec import store_time
 from aviso_workers.aviso.literals import quoted
 from aviso_workers.backends import Admin, Management, Message
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError, UnavailableError
-from aviso_workers.jetstream import monitoring
+from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.info import ConsumerInfo, SourceInfo, StreamInfo
 from aviso_workers.jetstream.metadata import FENCED
 from aviso_workers.ops import inventory
 
-STALE_SECONDS = monitoring.STALE_SECONDS
+STALE_SECONDS = specs.STALE_SECONDS
 """A mirror without contact for so long is not following: an idle origin sends a heartbeat every few seconds."""
 PROMOTED = "aviso-workers-promoted-from"
 """The metadata of a promoted mirror: the API and the name of its origin, and the last sequence that it mirrored."""

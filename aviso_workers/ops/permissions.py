@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from aviso_workers.backends import buckets
 from aviso_workers.backends.jetstream import credentials, inboxes
-from aviso_workers.backends.jetstream.creation import PING
+from aviso_workers.backends.jetstream.management import PING
 from aviso_workers.config import Config, streams
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.config.streams import event_streams

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 from uuid import NAMESPACE_URL, uuid5
 
@@ -49,6 +49,9 @@ except ImportError as error:
         [f"workers.lineage needs the package openlineage-python: pip install 'aviso-workers[lineage]' ({error})"]
     ) from error
 
+if TYPE_CHECKING:
+    from aviso_workers.telemetry.metrics import RunningApp
+
 PRODUCER = f"urn:aviso-workers:{__version__}"
 INTEGRATION = "AVISO"
 RUNNING_SECONDS = 300.0
@@ -73,21 +76,10 @@ class Send(Protocol):
     async def __call__(self, event: RunEvent, /) -> object: ...
 
 
-class ObservedApp(Protocol):
-    """An app that runs, with the events that it emits."""
-
-    name: str
-    agents: list[Agent[Any, Any]]
-    events: Events
-
-    @property
-    def config(self) -> Config: ...
-
-
 class LineageReporter:
     """Tells the runs of one worker: `told` while it is connected and works."""
 
-    def __init__(self, app: ObservedApp, settings: Lineage) -> None:
+    def __init__(self, app: RunningApp, settings: Lineage) -> None:
         self._app = app
         self._settings = settings
         schema = app.config.notification_schema

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -23,13 +23,12 @@ from aviso_workers.clocks import Clock
 from aviso_workers.config.settings import Status
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, text_of
-from aviso_workers.events import WORKER, Event, Events, Hindrance
+from aviso_workers.events import WORKER, Event, Hindrance
 from aviso_workers.sessions import hindrances
 from aviso_workers.sessions.session import Session
-from aviso_workers.telemetry import failure_logs, logs, metrics
-from aviso_workers.telemetry.failure_logs import FailureLog
-from aviso_workers.telemetry.logs import log
-from aviso_workers.telemetry.metrics import Measurable, Metrics, Missed
+from aviso_workers.telemetry import logs, metrics
+from aviso_workers.telemetry.logs import FailureLog, log
+from aviso_workers.telemetry.metrics import Metrics, Missed, RunningApp
 from aviso_workers.telemetry.status import Health, StatusServer
 
 if TYPE_CHECKING:
@@ -48,16 +47,10 @@ as a second."""
 LOOK_SECONDS = 0.5
 
 
-class Observable(Measurable, Protocol):
-    """An app that runs, with the events that it emits."""
-
-    events: Events
-
-
 class Listeners:
     """The listeners of one app: run `work` as long as the app runs, and `measure_lag` as long as it is connected."""
 
-    def __init__(self, app: Observable, *, measured: bool) -> None:
+    def __init__(self, app: RunningApp, *, measured: bool) -> None:
         self.readiness = Readiness(app.agents)
         self.failures = FailureLog()
         health = self.readiness.health
@@ -117,7 +110,7 @@ class Listeners:
 
 
 @contextmanager
-def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
+def listening(app: RunningApp, *, status: Status | None) -> Iterator[Listeners]:
     """Let the log listen to the app while the block runs; with `status`, also open a status port with its metrics.
 
     Raises `ConfigError` where the port is taken, or the extra `lineage` is missing.
@@ -125,7 +118,7 @@ def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
     with ExitStack() as stack:
         listeners = Listeners(app, measured=status is not None)
         stack.enter_context(app.events.heard_by(logs.observe, *logs.OBSERVED))
-        stack.enter_context(app.events.heard_by(listeners.failures.observe, *failure_logs.OBSERVED))
+        stack.enter_context(app.events.heard_by(listeners.failures.observe, *logs.COUNTED))
         if status is not None and listeners.metrics is not None:
             stack.enter_context(app.events.heard_by(listeners.metrics.observe, *metrics.OBSERVED))
             stack.enter_context(app.events.heard_by(listeners.readiness.observe, *hindrances.OBSERVED))
@@ -140,7 +133,7 @@ def listening(app: Observable, *, status: Status | None) -> Iterator[Listeners]:
         yield listeners
 
 
-def _lineage(app: Observable) -> LineageReporter | None:
+def _lineage(app: RunningApp) -> LineageReporter | None:
     """Return what tells runs, of which nothing is imported where none are configured. Raises `ConfigError`."""
     settings = app.config.workers.lineage
     if settings is None:

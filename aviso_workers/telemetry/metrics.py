@@ -3,20 +3,28 @@
 An observer of the engine's facts that adds to plain numbers, which are written out when somebody scrapes, from the
 tables below. Labels are names and small sets of words, never a subject. Every series that can be known exists at
 zero from the start. docs/metrics.md lists them all.
+
+Prometheus' text format and OpenMetrics 1.0 are written and put together here: the same bytes that Prometheus' own
+client makes, in a tenth of the time. That client builds an object for each sample and escapes every label of it again
+at each scrape, which takes 0.7 seconds for the 45,000 samples of 500 agents. Here what stands before a value is made
+once (`_labelled`, `_heading`), and only the numbers are written by that client, as Go writes them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import add, attrgetter
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from msgspec import Struct, structs
+from prometheus_client.utils import floatToGoString
 
 from aviso_workers.aviso import schema
 from aviso_workers.backends import ConsumerInfo
@@ -37,6 +45,7 @@ from aviso_workers.events import (
     DeadLettersRefused,
     DeadLettersStored,
     Event,
+    Events,
     Failed,
     ForeignAnswer,
     LeadershipHindered,
@@ -57,10 +66,14 @@ from aviso_workers.events import (
     WindowDone,
 )
 from aviso_workers.jetstream import identities
-from aviso_workers.telemetry import exposition
-from aviso_workers.telemetry.exposition import Kind
 from aviso_workers.version import __version__
 
+Kind = Literal["counter", "gauge", "histogram"]
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+HEADING = re.compile(r"^# HELP (\w+?)(_total)? (.*)\n# TYPE \S+ (\w+)$", re.MULTILINE)
+END = "# EOF\n"
+SAMPLE = re.compile(r"^(\w+)(?:\{|(?= ))", re.MULTILINE)
+"""How the line of a sample begins, with labels or without."""
 RUN_OUTCOMES = ("done", "failed")
 """Of a timer or a window."""
 OUTCOMES = ("acked", "retried", "dead_lettered")
@@ -112,7 +125,7 @@ class _Seconds:
     def sampled(self, event: Sampled) -> None:
         """Note the span of one of these times."""
         labels = (("trace_id", event.trace_id), ("span_id", event.span_id))
-        self.exemplars[bisect_left(BUCKETS, event.seconds)] = exposition.exemplar(labels, event.seconds, time.time())
+        self.exemplars[bisect_left(BUCKETS, event.seconds)] = _exemplar(labels, event.seconds, time.time())
 
     def add(self, seconds: Sequence[float]) -> None:
         new = self._histogram.new
@@ -386,13 +399,14 @@ def _numbers(metrics: Mapping[str, Metric], **values: Any) -> Numbers:
     return {name: metric.begin() for name, metric in metrics.items()} | values
 
 
-class Measurable(Protocol):
-    """An app, as its numbers need it."""
+class RunningApp(Protocol):
+    """An app that runs, as what listens to its events needs it."""
 
     name: str
     agents: list[Agent[Any, Any]]
     timers: list[Timer[Any, Any]]
     tasks: list[Task]
+    events: Events
 
     @property
     def config(self) -> Config: ...
@@ -404,7 +418,7 @@ class Measurable(Protocol):
 class Metrics:
     """The numbers of one worker process. `observe` the app's events, `render` for a scrape, from any thread."""
 
-    def __init__(self, app: Measurable, *, ready: Callable[[], bool], loop_lag_seconds: Callable[[], float]) -> None:
+    def __init__(self, app: RunningApp, *, ready: Callable[[], bool], loop_lag_seconds: Callable[[], float]) -> None:
         bases = {name: schema.topic_of(name, kind).base for name, kind in app.config.notification_schema.items()}
         self._connections = 0
         self._hindered: set[str] = set()
@@ -459,11 +473,11 @@ class Metrics:
 
     def answer(self, accept: str) -> tuple[bytes, str]:
         """Return the numbers in the format that a header Accept prefers, and its name: OpenMetrics only with traces."""
-        return exposition.answer(accept, self.render, self._render_open if self._traced else None)
+        return _answer(accept, self.render, self._render_open if self._traced else None)
 
     def _render_open(self) -> bytes:
         own = self._open_table.render(METRICS, self._rows) + render_gauges(tuple(self._measured.values()))
-        return exposition.open_metrics(own.decode()).encode()
+        return _open_metrics(own.decode()).encode()
 
     def _settled(self, event: Acked | Failed) -> None:
         if event.agent in self._agents:  # else it is a subscription of our own; so below
@@ -617,16 +631,16 @@ class FleetMetrics:
 
     def render(self) -> bytes:
         """Return the numbers in Prometheus' text format."""
-        return self._render_own() + exposition.joined(self._scrape(""), label="process").encode()
+        return self._render_own() + _joined(self._scrape(""), label="process").encode()
 
     def answer(self, accept: str) -> tuple[bytes, str]:
         """Return the numbers as `Metrics.answer` does, with the exemplars of the processes."""
-        return exposition.answer(accept, self.render, self._render_open if self._traced else None)
+        return _answer(accept, self.render, self._render_open if self._traced else None)
 
     def _render_open(self) -> bytes:
-        own = exposition.open_metrics(self._render_own().decode())
-        shown = {name: exposition.open_metrics(text) for name, text in self._scrape(exposition.OPEN_METRICS).items()}
-        return f"{own.removesuffix(exposition.END)}{exposition.joined(shown, label='process')}{exposition.END}".encode()
+        own = _open_metrics(self._render_own().decode())
+        shown = {name: _open_metrics(text) for name, text in self._scrape(OPEN_METRICS).items()}
+        return f"{own.removesuffix(END)}{_joined(shown, label='process')}{END}".encode()
 
     def _render_own(self) -> bytes:
         return self._table.render(FLEET_METRICS, self._rows)
@@ -656,7 +670,7 @@ class _Table:
 
     def _family(self, name: str, metric: Metric, labels: tuple[str, ...], rows: Rows) -> Iterator[str]:
         name_shown = full_name(name, metric)
-        yield exposition.heading(name_shown, metric.help, metric.kind)
+        yield _heading(name_shown, metric.help, metric.kind)
         for key, numbers in rows.items():
             value = numbers[name]
             match value() if callable(value) else value:
@@ -664,15 +678,15 @@ class _Table:
                     shown = dict(seconds.exemplars) if self._exemplars else {}  # at once, as below
                     parts = zip(self._before(name_shown, labels, key, metric.kind), seconds.values(), strict=True)
                     for place, (before, number) in enumerate(parts):
-                        yield f"{before}{exposition.number(number)}{shown.get(place, '')}\n"
+                        yield f"{before}{_number(number)}{shown.get(place, '')}\n"
                 case _Counts() as counts:
                     for word, count in dict(counts).items():  # at once: the loop's thread may add to it meanwhile
                         (before,) = self._before(name_shown, (*labels, metric.by), (*key, word))
-                        yield f"{before}{exposition.number(count)}\n"
+                        yield f"{before}{_number(count)}\n"
                 case number:
                     if not math.isnan(number):  # one that is not known spoils each sum
                         (before,) = self._before(name_shown, labels, key)
-                        yield f"{before}{exposition.number(float(number))}\n"
+                        yield f"{before}{_number(float(number))}\n"
 
     def _before(self, name: str, labels: tuple[str, ...], key: tuple[str, ...], kind: Kind | None = None) -> list[str]:
         """Return what stands before a number, or before each of those of a histogram."""
@@ -683,22 +697,97 @@ class _Table:
             if kind == HISTOGRAM:
                 parts = [(f"{name}_bucket", (*of_row, ("le", bound))) for bound in BOUNDS]
                 parts += [(f"{name}_count", of_row), (f"{name}_sum", of_row)]
-            known = self._known[name, *key] = [exposition.labelled(part, of) for part, of in parts]
+            known = self._known[name, *key] = [_labelled(part, of) for part, of in parts]
         return known
 
 
 def _gauge(measured: Measured) -> str:
-    lines = [exposition.heading(measured.name, measured.help, GAUGE)]
+    lines = [_heading(measured.name, measured.help, GAUGE)]
     for key, value in measured.values.items():
-        before = exposition.labelled(measured.name, zip(measured.labels, key, strict=True))
-        lines.append(f"{before}{exposition.number(value)}\n")
+        before = _labelled(measured.name, zip(measured.labels, key, strict=True))
+        lines.append(f"{before}{_number(value)}\n")
     return "".join(lines)
 
 
-def _run_of(app: Measurable, agent: str) -> Callable[[], SubscriptionRun | None]:
+def _run_of(app: RunningApp, agent: str) -> Callable[[], SubscriptionRun | None]:
     return lambda: app.runs.get(agent)
 
 
 def _code(error: Exception) -> str:
     code = error.code if isinstance(error, BackendError) else None
     return str(code or type(error).__name__)
+
+
+def _heading(name: str, text: str, kind: Kind) -> str:
+    """Return the two lines before a metric's samples. A counter's name ends with `_total`."""
+    escaped = text.replace("\\", r"\\").replace("\n", r"\n")
+    return f"# HELP {name} {escaped}\n# TYPE {name} {kind}\n"
+
+
+def _labelled(name: str, labels: Iterable[tuple[str, str]]) -> str:
+    """Return what stands before a sample's value: its name, its labels by their names, and a space."""
+    text = ",".join(f'{label}="{_escaped(value)}"' for label, value in sorted(labels))
+    return f"{name}{{{text}}} " if text else f"{name} "
+
+
+def _number(value: float) -> str:
+    """Return the value as Go writes it, and so Prometheus' client."""
+    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
+
+
+def _joined(texts: Mapping[str, str], *, label: str) -> str:
+    """Return several expositions as one, in which each sample has the label `label` with the text's key.
+
+    The samples of a metric stand together, as the format demands.
+    """
+    families: dict[str, list[str]] = {}
+    for value, text in texts.items():
+        added = f'{label}="{_escaped(value)}"'
+        for family in text.removesuffix(END).split("# HELP ")[1:]:
+            head, _, rest = family.partition("\n")
+            type_line, _, samples = rest.partition("\n")
+            whole = families.setdefault(head.split(" ", 1)[0], [f"# HELP {head}\n{type_line}\n"])
+            whole.append(_with_label(samples, added))
+    return "".join(part for whole in families.values() for part in whole)
+
+
+def _exemplar(labels: Iterable[tuple[str, str]], value: float, timestamp: float) -> str:
+    """Return what stands behind a sample's value: one that it counts, with labels of at most 128 characters."""
+    return f" # {_labelled('', labels)}{_number(value)} {timestamp:.3f}"
+
+
+def _open_metrics(text: str) -> str:
+    """Return what is in Prometheus' text format in OpenMetrics 1.0; what is so already, as it is."""
+    return text if text.endswith(END) else f"{HEADING.sub(_open_heading, text)}{END}"
+
+
+def _open_heading(found: re.Match[str]) -> str:
+    name, total, text, kind = found.groups("")
+    name = name if kind == "counter" else f"{name}{total}"
+    quoted = text.replace('"', r"\"")
+    return f"# HELP {name} {quoted}\n# TYPE {name} {kind}"
+
+
+def _answer(accept: str, text: Callable[[], bytes], open_metrics: Callable[[], bytes] | None) -> tuple[bytes, str]:
+    """Return the body and the Content-Type of what a header Accept prefers, of these two formats."""
+    weights = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
+    for each in accept.split(","):
+        kind, *given = (part.strip() for part in each.split(";"))
+        parameters = {name: value for name, _, value in (part.partition("=") for part in given)}
+        if kind in weights and (kind == "text/plain" or parameters.get("version", "1.0.0") == "1.0.0"):
+            with suppress(ValueError):
+                weights[kind] = max(weights[kind], float(parameters.get("q", "1")))
+    if open_metrics and weights["application/openmetrics-text"] > weights["text/plain"]:
+        return open_metrics(), OPEN_METRICS
+    return text(), "text/plain; version=0.0.4; charset=utf-8"
+
+
+def _with_label(samples: str, added: str) -> str:
+    def begin(found: re.Match[str]) -> str:
+        return f"{found[1]}{{{added}," if found[0].endswith("{") else f"{found[1]}{{{added}}}"
+
+    return SAMPLE.sub(begin, samples)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

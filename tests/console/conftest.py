@@ -23,7 +23,7 @@ from aviso_workers.config.settings import Console, ConsoleUser
 from aviso_workers.console import overview, web
 from aviso_workers.console.serve import serve
 from aviso_workers.server import NatsServer
-from aviso_workers.telemetry import failed_logins
+from aviso_workers.telemetry import status
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import app_config, mars
 from tests.waits import PATIENCE_SECONDS
@@ -82,7 +82,7 @@ def with_console(config: Config, **settings: Any) -> Config:
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview, "EVERY_SECONDS", 0.3)
-    monkeypatch.setattr(failed_logins, "FAILED_SECONDS", 0.05)
+    monkeypatch.setattr(status, "FAILED_SECONDS", 0.05)
 
 
 @pytest.fixture(autouse=True)

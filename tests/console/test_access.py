@@ -23,8 +23,8 @@ from aviso_workers.console.actions import ACTIONS
 from aviso_workers.console.serve import MAX_REQUESTS
 from aviso_workers.errors import ConfigError
 from aviso_workers.state.own_streams import AUDIT
-from aviso_workers.telemetry import failed_logins
-from aviso_workers.telemetry.failed_logins import MAX_FAILED
+from aviso_workers.telemetry import status as status_port
+from aviso_workers.telemetry.status import MAX_FAILED
 from aviso_workers.testing import Harness
 from tests.console.conftest import (
     OPERATOR,
@@ -158,7 +158,7 @@ async def test_failed_logins_are_logged_and_slowed(console: Served, monkeypatch:
                         await guess()
                     assert codes == [429] * MAX_FAILED
                     answered.set()
-        assert waits == [(n + 1) * failed_logins.FAILED_SECONDS for n in range(MAX_FAILED)]
+        assert waits == [(n + 1) * status_port.FAILED_SECONDS for n in range(MAX_FAILED)]
         assert codes == [429] * MAX_FAILED + [401] * MAX_FAILED
         assert (await user.get("/settings")).status_code == 200
     told = [line for line in logged if line["event"] == "console.login_failed"]

@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 from aviso_workers import Batch, GivenUp, Notification, Reject, RetryPolicy, Router, Stream, config
 from aviso_workers.backends import Delivery, Message, PubAck, StreamInfo
 from aviso_workers.backends.in_memory import InMemoryBackend
-from aviso_workers.backends.in_memory.connection import InMemoryConnection
+from aviso_workers.backends.in_memory.consumer import InMemoryConnection
 from aviso_workers.declare.verdicts import PriorRecord
 from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.dead_letter_store import LONGEST_TEXTS

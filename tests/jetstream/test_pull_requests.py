@@ -34,7 +34,7 @@ def asked(played: PlayedConnection) -> list[dict[str, Any]]:
 async def test_a_request_is_for_some_messages_within_half_a_minute_and_not_too_many_bytes(
     played: PlayedConnection, pulls: PullSubscription
 ) -> None:
-    await pulls.open()
+    await pulls.open(limits={})
     pulls.ask(10)
 
     assert asked(played) == [
@@ -50,7 +50,7 @@ async def test_a_request_has_room_for_the_largest_message_that_the_server_takes(
     larger = PullSubscription(
         played.connection, stream="MARS", consumer="agent", on_messages=print, on_change=lambda: None
     )
-    await larger.open()
+    await larger.open(limits={})
     larger.ask(1)
 
     assert asked(played)[0]["max_bytes"] > played.max_payload
@@ -73,7 +73,7 @@ async def test_a_new_consumer_that_is_not_known_everywhere_is_asked_again(
     pulls = PullSubscription(
         played.connection, stream="MARS", consumer="new", on_messages=lambda received: None, on_change=known.set
     )
-    await pulls.open()
+    await pulls.open(limits={})
     pulls.ask(10)
 
     played.say(status="503")
@@ -119,7 +119,7 @@ async def test_a_status_ends_the_request_or_the_reading(
     error: type[BackendError],
 ) -> None:
     monkeypatch.setattr(pull_requests, "UNKNOWN_SECONDS", 0)  # all servers know of the consumer
-    await pulls.open()
+    await pulls.open(limits={})
     pulls.ask(10)
 
     played.say(status=f"{status} {description}", **left)
@@ -130,7 +130,7 @@ async def test_a_status_ends_the_request_or_the_reading(
 async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_again(
     played: PlayedConnection, pulls: PullSubscription
 ) -> None:
-    await pulls.open()
+    await pulls.open(limits={})
     pulls.ask(10)
     played.say(status="100")
     pulls.forget()
@@ -145,7 +145,7 @@ async def test_requests_that_nobody_answers_are_an_error_when_they_are_lost_agai
 async def test_after_a_reconnect_nothing_is_outstanding_and_the_consumer_is_to_be_looked_at(
     played: PlayedConnection, pulls: PullSubscription
 ) -> None:
-    await pulls.open()
+    await pulls.open(limits={})
     pulls.ask(10)
     assert not pulls.silent()
 
@@ -251,7 +251,7 @@ async def test_a_pin_is_in_doubt_when_nothing_is_heard_for_as_long_as_an_electio
 async def test_a_server_may_change_the_form_of_its_replies(played: PlayedConnection) -> None:
     read: list[int] = []
     pulls = pulling(played, read)
-    await pulls.open()
+    await pulls.open(limits={})
     for sequence, own in enumerate((SHORT, LONG, SHORT), start=1):
         played.heard([(b"mars.od", own + b"1.%d.1.1.0" % sequence, b"", b"{}")])
         assert pulls.settled_by == pulling(played, []).settled_by == own, "the next consumer begins with the form"
@@ -264,7 +264,7 @@ async def test_what_is_no_status_of_a_server_ends_nothing(
     foreign: list[bytes] = []
     monkeypatch.setattr(played, "tell_foreign", lambda about, data: foreign.append(data), raising=False)
     pulls = pulling(played, [])
-    await pulls.open()
+    await pulls.open(limits={})
     pulls.ask(10)
     played.heard([(b"_INBOX.test", b"", b"NATS/1.0\r\nname: value\r\n\r\n", b"of another user")])
     assert (foreign, pulls.error, pulls.outstanding) == ([b"of another user"], None, 10)
@@ -296,7 +296,7 @@ async def test_what_comes_in_one_read_is_a_message_a_status_or_foreign(
     monkeypatch.setattr(played, "tell_foreign", lambda about, data: foreign.append(data), raising=False)
     read: list[int] = []
     pulls = pulling(played, read)
-    await pulls.open()
+    await pulls.open(limits={})
     pulls.ask(10)
 
     played.heard(

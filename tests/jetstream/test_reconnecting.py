@@ -15,7 +15,7 @@ import nkeys
 import pytest
 
 from aviso_workers import App, config
-from aviso_workers.backends.jetstream import tls
+from aviso_workers.backends.jetstream import credentials
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.errors import OutcomeUnknownError, UnavailableError
 from aviso_workers.server import NatsServer
@@ -96,7 +96,7 @@ async def test_a_name_whose_first_address_is_silent_is_reached_at_its_second(
 
     listener = await anyio.create_tcp_listener(local_host="127.0.0.3", local_port=nats_server.port)
     monkeypatch.setattr(loop, "getaddrinfo", two)
-    monkeypatch.setattr(tls, "ADDRESS_SECONDS", 0.2)
+    monkeypatch.setattr(credentials, "ADDRESS_SECONDS", 0.2)
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, say_nothing)
         connection = to(f"nats://nats.example.org:{nats_server.port}")

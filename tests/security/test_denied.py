@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 
 from aviso_workers import App, Notification, Rate, Slots, config
 from aviso_workers.backends.jetstream.connection import MAX_DENIALS, NatsConnection
-from aviso_workers.backends.jetstream.requests import denies
+from aviso_workers.backends.jetstream.inboxes import denies
 from aviso_workers.engine import replay
 from aviso_workers.errors import DeniedError, UnansweredError
 from aviso_workers.events import AgentDisturbed, LeadershipHindered, PermissionDenied

@@ -23,7 +23,7 @@ from aviso_workers import App, Notification, Rate, RetryPolicy, Slots, Window, W
 from aviso_workers import config as settings
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Backend, open_backend
-from aviso_workers.backends.jetstream.creation import PING
+from aviso_workers.backends.jetstream.management import PING
 from aviso_workers.config.nats_server import Permissions, Subjects
 from aviso_workers.errors import DeniedError, NotFoundError
 from aviso_workers.jetstream import identities

@@ -16,7 +16,7 @@ import pytest
 from _docs import boards
 from _incidents.operator import Exporter
 from _incidents.prometheus import Prometheus
-from aviso_workers.config import shipped_files
+from aviso_workers.config import display
 from aviso_workers.server.processes import free_ports
 from tests import programs
 from tests.stories.processes import CONFIG, MAIN, ROOT, Server, Worker, until
@@ -33,7 +33,7 @@ UNTRUE = {"AvisoSparkSearchStopped", "AvisoWorkerNotReady", "AvisoWorkerRestarts
 def queries() -> Iterator[str]:
     """All that the boards ask for."""
     for name in boards.files():
-        for panel in json.loads(shipped_files.read(name))["panels"]:
+        for panel in json.loads(display.shipped(name))["panels"]:
             yield from (target["expr"] for target in panel["targets"])
 
 

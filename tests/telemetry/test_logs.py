@@ -49,8 +49,8 @@ from aviso_workers.events import (
     WindowDone,
     WindowFunctionsChanged,
 )
-from aviso_workers.telemetry import failure_logs, logs
-from aviso_workers.telemetry.failure_logs import LINES_PER_PERIOD, OBSERVED, PERIOD_SECONDS, FailureLog
+from aviso_workers.telemetry import logs
+from aviso_workers.telemetry.logs import COUNTED, LINES_PER_PERIOD, PERIOD_SECONDS, FailureLog
 from tests.odd_errors import EndlessError, nested
 
 
@@ -113,7 +113,7 @@ def lines(capsys: pytest.CaptureFixture[str], failures: FailureLog) -> Any:
 
     def lines(event: Any) -> list[dict[str, Any]]:
         logs.configure(Logging(format="json"))
-        for observe, kinds in ((failures.observe, OBSERVED), (logs.observe, logs.OBSERVED)):
+        for observe, kinds in ((failures.observe, COUNTED), (logs.observe, logs.OBSERVED)):
             if isinstance(event, kinds):
                 observe(event)
         return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
@@ -340,7 +340,7 @@ def test_an_exception_that_is_told_in_short_keeps_its_traceback_and_its_causes(
 
 
 def test_a_success_is_not_worth_a_line() -> None:
-    assert {Settled, Acked}.isdisjoint((*logs.OBSERVED, *failure_logs.OBSERVED))
+    assert {Settled, Acked}.isdisjoint((*logs.OBSERVED, *COUNTED))
 
 
 def differing(*, others: tuple[tuple[str, ...], ...] = (), gone: tuple[tuple[str, ...], ...] = ()) -> FiltersDiffer:

@@ -45,8 +45,7 @@ from aviso_workers.events import (
 )
 from aviso_workers.jetstream import identities
 from aviso_workers.jetstream.info import ConsumerConfig, ConsumerInfo
-from aviso_workers.telemetry import exposition
-from aviso_workers.telemetry.metrics import MAX_REASONS, RETRY_REASONS, FleetMetrics, Metrics, Missed
+from aviso_workers.telemetry.metrics import MAX_REASONS, OPEN_METRICS, RETRY_REASONS, FleetMetrics, Metrics, Missed
 from aviso_workers.telemetry.status import Health, StatusServer
 from tests import programs
 from tests.waits import PATIENCE_SECONDS
@@ -532,7 +531,7 @@ def test_promtool_finds_nothing_to_complain_of(app: App, metrics: Metrics) -> No
     assert check() == ""
 
 
-OPEN = f"{exposition.OPEN_METRICS},text/plain;version=0.0.4;q=0.5"
+OPEN = f"{OPEN_METRICS},text/plain;version=0.0.4;q=0.5"
 
 
 @pytest.fixture
@@ -588,7 +587,7 @@ def test_a_fleet_shows_the_exemplars_of_its_processes(traced: Metrics) -> None:
     open_one, plain = (traced.answer(accept)[0].decode() for accept in (OPEN, ""))
     fleet = FleetMetrics("stories", ["1", "2"], scrape=lambda accept: {"1": open_one, "2": plain}, traced=True)
     body, content_type = fleet.answer(OPEN)
-    assert content_type == exposition.OPEN_METRICS
+    assert content_type == OPEN_METRICS
     assert exemplars(body.decode()) == [("0.025", "07", 0.02)]
     assert body.count(b"# EOF") == 1
     assert openmetrics_samples(open_one) <= {

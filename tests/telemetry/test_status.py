@@ -19,8 +19,7 @@ from structlog.testing import capture_logs
 from aviso_workers.config import Secret
 from aviso_workers.errors import ConfigError
 from aviso_workers.telemetry import status
-from aviso_workers.telemetry.failed_logins import FAILED_SECONDS, MAX_FAILED
-from aviso_workers.telemetry.status import Health, StatusServer
+from aviso_workers.telemetry.status import FAILED_SECONDS, MAX_FAILED, Health, StatusServer
 from tests.waits import PATIENCE_SECONDS
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"

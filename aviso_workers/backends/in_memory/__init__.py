@@ -1,9 +1,9 @@
 """The in-memory backend: JetStream's semantics without a server, for development and tests.
 
-A real queue: messages are stored, limits bite, acks count, and what is not settled comes back. `stream` and
-`durable` hold the rules and know no event loop, `account` holds the streams, `consumer` is the
-contract's face. What it does not do: outlive its process, replicate, or keep messages by anything but limits.
-`num_replicas`, `storage` and `compression` are noted and mean nothing.
+A real queue: messages are stored, limits bite, acks count, and what is not settled comes back. `stream` holds the rules
+and knows no event loop, `account` holds the streams, `consumer` is the contract's face. What it does not do: outlive
+its process, replicate, or keep messages by anything but limits. `num_replicas`, `storage` and `compression` are noted
+and mean nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +36,11 @@ from aviso_workers.backends import (
     buckets,
 )
 from aviso_workers.backends.in_memory.account import InMemoryAccount
-from aviso_workers.backends.in_memory.connection import InMemoryConnection
-from aviso_workers.backends.in_memory.consumer import Dispatcher, InMemoryConsumer
+from aviso_workers.backends.in_memory.consumer import Dispatcher, InMemoryConnection, InMemoryConsumer
 from aviso_workers.clocks import EPOCH, Clock, LoopClock
 from aviso_workers.errors import BackendError, RefusedError, UnavailableError
 from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
 from aviso_workers.jetstream.subjects import pattern
-
-__all__ = ["InMemoryBackend"]
-
 
 NO_SERVER = "the in-memory backend has no server to administer; use `kind: jetstream`"
 
@@ -166,9 +162,7 @@ class InMemoryBackend:
             return held.newest(last_by_subject)
         if not next_by_subject:
             return held.messages.get(sequence)
-        wanted = pattern([next_by_subject])
-        following = (each for each in held.messages.values() if each.sequence >= sequence)
-        return next((each for each in following if wanted.fullmatch(each.subject)), None)
+        return held.next_message(sequence, pattern([next_by_subject]))
 
     async def subject_counts(self, stream: str, *, subject: str = ">") -> dict[str, int]:
         await self.connection.reach()

@@ -15,8 +15,7 @@ import msgspec
 from aviso_workers import config
 from aviso_workers.aviso.codec import Message
 from aviso_workers.backends import Outgoing, PubAck
-from aviso_workers.backends.in_memory.durable import Durable
-from aviso_workers.backends.in_memory.stream import InMemoryStream, complete, header_size, total_of, ttl_of
+from aviso_workers.backends.in_memory.stream import Durable, InMemoryStream, complete, header_size, total_of, ttl_of
 from aviso_workers.clocks import EPOCH, Clock
 from aviso_workers.errors import NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes, identities, specs, subjects

@@ -20,14 +20,63 @@ from msgspec import Struct, field
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.aviso.literals import SECOND
-from aviso_workers.backends import Delivery, Noted
-from aviso_workers.backends.in_memory.connection import InMemoryConnection
-from aviso_workers.backends.in_memory.durable import Durable
-from aviso_workers.backends.in_memory.stream import InMemoryStream
+from aviso_workers.backends import ConnectionListener, Delivery, Noted
+from aviso_workers.backends.in_memory.account import MAX_PAYLOAD
+from aviso_workers.backends.in_memory.stream import Durable, InMemoryStream
 from aviso_workers.clocks import EPOCH, Clock, ScheduledCall
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
+
+
+class InMemoryConnection:
+    """The connection that the backend plays: there is none to lose, so that a test can take it away; see
+    `backends.Connection`."""
+
+    slow_because = ""
+    max_payload = MAX_PAYLOAD
+
+    def __init__(self, listener: ConnectionListener | None) -> None:
+        self.watchers: set[Callable[[], None]] = set()
+        """Called after every change."""
+        self.ready = False
+        self.losses = 0
+        self._reason = "it is not open"
+        self._listener = listener
+
+    def require_server(self, major: int, minor: int, *, to: str) -> None:
+        """Do nothing: this backend has every feature, whatever the version of a server that would be needed."""
+
+    async def failed(self) -> None:
+        await anyio.sleep_forever()  # there is no server to lose
+
+    async def reach(self) -> None:
+        """Take a turn on the loop, as a request over a wire would. Raises `UnavailableError` while down."""
+        await checkpoint()
+        if not self.ready:
+            raise UnavailableError(f"in_memory: not connected: {self._reason}")
+
+    def open(self) -> None:
+        self._change(ready=True, reason="")
+        self._tell()
+
+    def lose(self, reason: str) -> None:
+        self.losses += 1
+        self._change(ready=False, reason=reason)
+        self._tell()
+
+    def close(self) -> None:
+        """Close the connection. The listener is not called, because this is not a loss."""
+        self._change(ready=False, reason="it is closed")
+
+    def _change(self, *, ready: bool, reason: str) -> None:
+        self.ready, self._reason = ready, reason
+        for watch in tuple(self.watchers):
+            watch()
+
+    def _tell(self) -> None:
+        if self._listener is not None:
+            self._listener(connected=self.ready, reason=self._reason)
 
 
 class InMemoryConsumer(Struct, eq=False, kw_only=True, dict=True):

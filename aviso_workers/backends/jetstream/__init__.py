@@ -1,9 +1,8 @@
 """The JetStream backend: the only folder that knows nats-py.
 
-`connection` owns the connection and `wire` is the short way through it; `publisher`, `fast_batches`, `consumer` and
-`readers` use it, `pull_requests` asks for messages, `faults` says what an error means. Each of four modules adds verbs
-to those before: `management` for streams and consumers, `readers` for reading, `admin` for what only a server is asked
-for, `snapshots` for streams as archives.
+`connection` owns the connection and `wire` is the short way through it; `publisher`, `consumer` and `readers` use it,
+`pull_requests` asks for messages, `faults` says what an error means. Each of three modules adds verbs to those before:
+`management` for streams and consumers, `readers` for reading, `admin` for what only a server is asked for.
 """
 
 from __future__ import annotations
@@ -32,28 +31,24 @@ from aviso_workers.backends import (
     StreamInfo,
     buckets,
 )
-from aviso_workers.backends.jetstream import creation
+from aviso_workers.backends.jetstream.admin import JetStreamAdministration
 from aviso_workers.backends.jetstream.connection import NatsConnection
 from aviso_workers.backends.jetstream.consumer import Outbox, PullConsumer
-from aviso_workers.backends.jetstream.fast_batches import Ingester
 from aviso_workers.backends.jetstream.management import JetStreamManagement
-from aviso_workers.backends.jetstream.publisher import JetStreamPublisher
-from aviso_workers.backends.jetstream.snapshots import JetStreamSnapshots
+from aviso_workers.backends.jetstream.publisher import Ingester, JetStreamPublisher
 from aviso_workers.clocks import Clock, LoopClock
 from aviso_workers.errors import BackendError, NotFoundError, RefusedError
 from aviso_workers.jetstream import error_codes, identities, plans
 from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.plans import UPDATABLE
-from aviso_workers.jetstream.specs import ConsumerSpec, StreamSpec
-
-__all__ = ["JetStreamBackend"]
+from aviso_workers.jetstream.specs import ConsumerSpec
 
 LIMIT = re.compile(r"limit of (\d+)")
 """The limit in the description of MAX_ACK_PENDING_EXCEEDED."""
 LEAVE_SECONDS = 2.0
 
 
-class JetStreamBackend(JetStreamSnapshots):
+class JetStreamBackend(JetStreamAdministration):
     """See `backends.Backend`. Connected while its `async with` block runs."""
 
     def __init__(
@@ -104,13 +99,8 @@ class JetStreamBackend(JetStreamSnapshots):
     def at(self, prefix: str) -> JetStreamManagement:
         return JetStreamManagement(self._connection, prefix=prefix) if prefix else self
 
-    def administration(self) -> JetStreamSnapshots:
+    def administration(self) -> JetStreamAdministration:
         return self
-
-    async def create_stream(self, spec: StreamSpec) -> StreamInfo:
-        found = await creation.create(self._connection, spec)
-        self._ingester.learn(found.config)
-        return found
 
     async def ensure_consumer(self, stream: str, spec: ConsumerSpec) -> ConsumerInfo:
         name = spec.durable_name

@@ -10,7 +10,7 @@ so too where a server refuses our credentials, because they can be replaced; onl
 Two things nats-py does not see, and its owner does: a server that does not answer any more is left (`watch`), and one
 that is about to shut down is left for another one.
 
-Where TLS is configured, nothing is sent without it (`tls`).
+Where TLS is configured, nothing is sent without it (`credentials`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -33,9 +33,8 @@ from nats.aio.client import Client
 from aviso_workers import config
 from aviso_workers.aviso.literals import counted
 from aviso_workers.backends import ConnectionListener
-from aviso_workers.backends.jetstream import credentials, faults, inboxes, tls, wire
-from aviso_workers.backends.jetstream.inboxes import Inbox
-from aviso_workers.backends.jetstream.requests import Answer, Requests, denies
+from aviso_workers.backends.jetstream import credentials, faults, inboxes, wire
+from aviso_workers.backends.jetstream.inboxes import Answer, Inbox, Requests, denies
 from aviso_workers.errors import BackendError, DeniedError, RefusedError, UnavailableError
 from aviso_workers.jetstream import answers, subjects
 
@@ -64,6 +63,16 @@ READING = re.compile(
 )
 """The subjects behind `$JS.API.` of requests that only read. A reader makes a consumer for itself, without a name or
 with one of `jetstream.identities`."""
+
+
+class ServerVersion(NamedTuple):
+    """The version of a nats-server."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
 
 
 class NatsConnection:
@@ -102,7 +111,7 @@ class NatsConnection:
         self._reported: set[str] = set()
         """Denied subjects, by kind."""
         self._pongs: set[asyncio.Future[bool]] = set()
-        self._server_version = (0, 0)
+        self._server_version = ServerVersion(0, 0)
         self._lost = anyio.Event()
         self._reason: BackendError = UnavailableError("the connection was closed")
         self._opened = False
@@ -132,18 +141,17 @@ class NatsConnection:
         return self.nc.max_payload
 
     @property
-    def server_version(self) -> tuple[int, int]:
+    def server_version(self) -> ServerVersion:
         """Of the server, or of the last one: nats-py knows none while it connects to a server that is new to it."""
         found = self.nc.connected_server_version
         if found.major:
-            self._server_version = found.major, found.minor
+            self._server_version = ServerVersion(found.major, found.minor)
         return self._server_version
 
     def require_server(self, major: int, minor: int, *, to: str) -> None:
         """Raise `RefusedError` where the server is older than is needed `to` do this."""
         # An older server does not answer at all to what it does not know, or passes it over.
-        if self.server_version < (major, minor):
-            found = ".".join(map(str, self.server_version))
+        if (found := self.server_version) < (major, minor):
             raise RefusedError(f"to {to}, nats-server {major}.{minor} or newer is needed; this one is {found}")
 
     async def open(self) -> None:
@@ -153,7 +161,7 @@ class NatsConnection:
         would help: the server turns us away, it cannot be trusted, or a file that the settings name cannot be used.
         """
         settings = self._settings
-        options = _options(settings)
+        options = credentials.options(settings)
         self._user = credentials.user(settings)
         told = -math.inf
         for attempt in range(1, settings.retry_attempts + 1):
@@ -389,7 +397,7 @@ class NatsConnection:
         settings = self._settings
         alone = len(settings.servers) == 1
         patience = settings.timeout_seconds if alone else min(settings.timeout_seconds, attempt * SECONDS_PER_SERVER)
-        self.nc = tls.CarefulClient(settings)
+        self.nc = credentials.CarefulClient(settings)
         await self.nc.connect(
             list(settings.servers),
             name="aviso-workers",
@@ -500,19 +508,14 @@ class NatsConnection:
             await self.nc.force_reconnect()
 
     async def _on_closed(self) -> None:
-        if not self._opened:
-            return  # a failed attempt to connect, which `open` reports
+        if not self._opened or self._lost.is_set():
+            return  # a failed attempt to connect, which `open` reports, or said before
         reason = self._why("no server answered")
         if refusal := faults.refusal(reason):
-            self._end(self._refused(refusal))
+            self._reason = self._refused(refusal)
         else:
-            self._end(UnavailableError(f"the connection to {self._urls} is lost for good: {reason}"))
-
-    def _end(self, reason: BackendError) -> None:
-        """Report that the connection is lost for good."""
-        if not self._lost.is_set():
-            self._reason = reason
-            self._lost.set()
+            self._reason = UnavailableError(f"the connection to {self._urls} is lost for good: {reason}")
+        self._lost.set()
 
     def _refused(self, refusal: str) -> RefusedError:
         return RefusedError(f"{self._urls} {refusal}: {self._last_error}")
@@ -549,12 +552,3 @@ def _kind(said: str) -> str:
     length = next((length for begin, length in KINDS.items() if f"{subject}.".startswith(f"{begin}.")), 1)
     cut = ".".join(tokens[:length]) + (".>" if len(tokens) > length else "")
     return f"{denied.strip()} {cut}"
-
-
-def _options(settings: config.JetStream) -> dict[str, Any]:
-    options = credentials.options(settings)
-    if settings.tls:
-        options["tls"] = tls.context(settings.tls)
-        if settings.tls.server_hostname:
-            options["tls_hostname"] = settings.tls.server_hostname
-    return options

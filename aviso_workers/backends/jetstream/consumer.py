@@ -423,5 +423,4 @@ class PullConsumer:
         return made is not None and made.is_same(self._opened)
 
     def _change(self) -> None:
-        if not self._changed.is_set():
-            self._changed.set()
+        self._changed.set()

@@ -1,7 +1,4 @@
-"""Errors of a server or of nats-py as errors of ours, decided by JetStream's `err_code` (`jetstream.error_codes`).
-
-nats-py's classes follow the HTTP-like code, and that says little.
-"""
+"""Errors of a server or of nats-py as errors of ours, decided by JetStream's `err_code` (`jetstream.error_codes`)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import nats.errors
-import nats.js.errors
 
 from aviso_workers.errors import (
     BackendError,
@@ -77,18 +73,12 @@ def translated(what: str, *, changes: bool = False) -> Iterator[None]:
     unknown = "; it may still be done: see what is there before you repeat it" if changes else ""
     try:
         yield
-    except nats.js.errors.NoStreamResponseError as error:
-        raise UnavailableError(f"{what}: no stream answers") from error
-    except nats.js.errors.APIError as error:
-        if not error.err_code:
-            raise UnavailableError(f"{what}: JetStream does not answer") from error
-        raise from_api(what, {"err_code": error.err_code, "description": error.description}) from error
     except nats.errors.NoRespondersError as error:
         raise UnansweredError(
             f"{what}: nobody answers; is JetStream enabled for this account, or, where the stream is another "
             "account's, is this request imported?"
         ) from error
-    except (nats.errors.TimeoutError, TimeoutError) as error:
+    except TimeoutError as error:
         raise UnavailableError(f"{what}: no answer in time{unknown}") from error
     except (nats.errors.Error, OSError) as error:
         raise UnavailableError(f"{what}: {error or type(error).__name__}{unknown}") from error

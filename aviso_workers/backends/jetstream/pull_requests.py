@@ -97,9 +97,8 @@ class PullSubscription:
         self._most_bytes = max(MAX_BYTES, 2 * connection.nc.max_payload)
         self._expires_ns = EXPIRES_SECONDS * SECOND
 
-    async def open(self, *, limits: Mapping[str, Any] | None = None, priority: int = 0) -> None:
+    async def open(self, *, limits: Mapping[str, Any], priority: int = 0) -> None:
         """Subscribe, so that requests can be sent. `limits` is the consumer's configuration, which may limit them."""
-        limits = limits or {}
         self._most_messages = limits.get("max_batch") or self._most_messages
         self._most_bytes = min(self._most_bytes, limits.get("max_bytes") or self._most_bytes)
         self._expires_ns = min(self._expires_ns, limits.get("max_expires") or self._expires_ns)

@@ -153,15 +153,23 @@ class JetStreamReaders(JetStreamManagement):
 
         Raises `UnavailableError` with the code CONSUMER_EXISTS where all names are taken, and `DeniedError`.
         """
-        create = partial(self._create_somewhere, stream, filter_subjects, start)
+        config = {
+            **start,
+            "ack_policy": "none",
+            "max_deliver": 1,
+            "replay_policy": "instant",
+            "filter_subjects": list(filter_subjects),
+            "inactive_threshold": INACTIVE_SECONDS * SECOND,
+            "mem_storage": True,
+        }
         names = identities.reader_names(self._connection.owner, stream)
         if not names:
-            return await create(name="")
+            return await self._create_somewhere(stream, config, name="")
         known_as = f"{names[0]} to {names[-1]}"
         until, order = anyio.current_time() + NAMED_SECONDS, random.sample(names, len(names))
         while order:
             try:
-                return await create(name=order.pop())
+                return await self._create_somewhere(stream, config, name=order.pop())
             except DeniedError as error:
                 raise DeniedError(
                     f"{error}; readers of {stream} are called {known_as}: give the user the permissions that "
@@ -179,16 +187,14 @@ class JetStreamReaders(JetStreamManagement):
             code=error_codes.CONSUMER_EXISTS,
         )
 
-    async def _create_somewhere(
-        self, stream: str, filter_subjects: Sequence[str], start: Mapping[str, Any], *, name: str
-    ) -> ConsumerInfo:
+    async def _create_somewhere(self, stream: str, config: Mapping[str, Any], *, name: str) -> ConsumerInfo:
         """Return the consumer as it was made, with a random name where none is given.
 
         For minutes after one of three servers has died, the others give it every third such consumer to keep, and
         nobody answers then. So it is recreated, by chance elsewhere; at last with as many replicas as the stream has,
         of which a majority elects a leader if need be.
         """
-        create = partial(self._create_replicated, stream, filter_subjects, start, name=name)
+        create = partial(self._create_replicated, stream, config, name=name)
         for _ in range(CREATE_TRIES):
             with suppress(UnavailableError):
                 return await create(replicas=1, timeout_seconds=CREATE_SECONDS)
@@ -196,27 +202,10 @@ class JetStreamReaders(JetStreamManagement):
         return await create(replicas=found.config.num_replicas, timeout_seconds=ELECTION_SECONDS)
 
     async def _create_replicated(
-        self,
-        stream: str,
-        filter_subjects: Sequence[str],
-        start: Mapping[str, Any],
-        *,
-        name: str,
-        replicas: int,
-        timeout_seconds: float,
+        self, stream: str, config: Mapping[str, Any], *, name: str, replicas: int, timeout_seconds: float
     ) -> ConsumerInfo:
         token = secrets.token_hex(8)
-        config = {
-            **start,
-            "name": name or token,
-            "ack_policy": "none",
-            "max_deliver": 1,
-            "replay_policy": "instant",
-            "filter_subjects": list(filter_subjects),
-            "inactive_threshold": INACTIVE_SECONDS * SECOND,
-            "mem_storage": True,
-            "num_replicas": replicas,
-        }
+        config = {**config, "name": name or token, "num_replicas": replicas}
         try:
             if not name:
                 return await self.add_unnamed_consumer(stream, config, timeout_seconds=timeout_seconds)
@@ -416,8 +405,7 @@ class _EphemeralReader:
         self._change()
 
     def _change(self) -> None:
-        if not self._changed.is_set():
-            self._changed.set()
+        self._changed.set()
 
 
 def _start(sequence: int, time: datetime | None = None) -> dict[str, Any]:

@@ -5,9 +5,9 @@ listener is called with messages that followed each other in a read of the socke
 the event loop becomes one write.
 `NatsConnection` opens a wire with `attach` and hands it to `publisher`, `pull_requests` and `consumer`.
 
-This file and `tls` are the only ones that touch nats-py's private parts. They are those of the versions in `TESTED`;
-where `attach` finds anything else it takes `PublicWire`, which does the same by nats-py's public names at nats-py's
-speed.
+This file and `credentials` are the only ones that touch nats-py's private parts. They are those of the versions in
+`TESTED`; where `attach` finds anything else it takes `PublicWire`, which does the same by nats-py's public names at
+nats-py's speed.
 """
 
 from __future__ import annotations
@@ -309,11 +309,7 @@ def _tell(listener: Listener, arrived: Sequence[Arrival]) -> None:
     try:
         listener(arrived)
     except Exception as error:  # it would end nats-py's reader
-        _report(error)
-
-
-def _report(error: Exception) -> None:
-    asyncio.get_running_loop().call_exception_handler({"message": "a listener failed", "exception": error})
+        asyncio.get_running_loop().call_exception_handler({"message": "a listener failed", "exception": error})
 
 
 class PublicWire:

@@ -19,7 +19,7 @@ from msgspec import Struct
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.errors import ServerProcessError
 from aviso_workers.jetstream.info import Cluster
-from aviso_workers.jetstream.monitoring import FAR_BEHIND, INACTIVE_SECONDS
+from aviso_workers.jetstream.specs import FAR_BEHIND, INACTIVE_SECONDS
 from aviso_workers.ops.doctor import monitoring_port
 from aviso_workers.ops.doctor.monitoring_port import OwnReplica
 from aviso_workers.task_groups import asked_of_each

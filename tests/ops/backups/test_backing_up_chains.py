@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aviso_workers.backends.jetstream.snapshots import JetStreamSnapshots
+from aviso_workers.backends.jetstream.admin import JetStreamAdministration
 from aviso_workers.errors import AvisoWorkersError, BackupError, NotFoundError, StreamReplacedError, UnavailableError
 from aviso_workers.ops import backups, inventory
 from aviso_workers.ops.backups import archive, chains, completion, s2, storage
@@ -121,7 +121,7 @@ async def test_what_left_at_the_beginning_is_read_before_the_server_waits(
     first = await backups.create(site.app.session.admin, "MARS", tmp_path)
     await site.server.api("STREAM.PURGE.MARS", {"seq": 8})
     seen: list[int | str] = []
-    read, snapshot = archive.entries, JetStreamSnapshots.snapshot
+    read, snapshot = archive.entries, JetStreamAdministration.snapshot
 
     def noted(file: Readable) -> Iterator[archive.ArchiveEntry]:
         for entry in read(file):
@@ -133,7 +133,7 @@ async def test_what_left_at_the_beginning_is_read_before_the_server_waits(
         return snapshot(*arguments)
 
     monkeypatch.setattr(archive, "entries", noted)
-    monkeypatch.setattr(JetStreamSnapshots, "snapshot", asked)
+    monkeypatch.setattr(JetStreamAdministration, "snapshot", asked)
     made = await backups.create(site.app.session.admin, "MARS", tmp_path, since=first)
     assert seen[: seen.index("snapshot")] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     contents = backups.verify(made)

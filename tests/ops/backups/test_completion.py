@@ -17,7 +17,7 @@ import pytest
 from msgspec import structs
 
 from aviso_workers.backends import StreamSnapshot
-from aviso_workers.backends.jetstream.snapshots import JetStreamSnapshots
+from aviso_workers.backends.jetstream.admin import JetStreamAdministration
 from aviso_workers.jetstream.info import SnapshotState
 from aviso_workers.ops import backups
 from aviso_workers.ops.backups import completion
@@ -65,17 +65,17 @@ async def test_what_only_an_earlier_snapshot_has_is_there_whoever_reads_meanwhil
 ) -> None:
     bucket = await site.app.session.backend.key_value("table")
     await bucket.put("first", b"1")
-    sent_by_server = JetStreamSnapshots.snapshot
+    sent_by_server = JetStreamAdministration.snapshot
 
     @asynccontextmanager
-    async def with_a_reader_that_goes(server: JetStreamSnapshots, stream: str) -> AsyncIterator[StreamSnapshot]:
+    async def with_a_reader_that_goes(server: JetStreamAdministration, stream: str) -> AsyncIterator[StreamSnapshot]:
         """The server counts the consumers once more when it writes the archive."""
         async with sent_by_server(server, stream) as sent:
             yield structs.replace(
                 sent, state=SnapshotState({**sent.state, "consumer_count": sent.state["consumer_count"] + 1})
             )
 
-    monkeypatch.setattr(JetStreamSnapshots, "snapshot", with_a_reader_that_goes)
+    monkeypatch.setattr(JetStreamAdministration, "snapshot", with_a_reader_that_goes)
     async with completion.spooled(site.app.session.admin, "KV_table", beside=tmp_path, encrypted=False) as earlier:
         await site.app.session.backend.delete_message("KV_table", 1)
         await bucket.put("second", b"2")

@@ -4,6 +4,9 @@ It answers from threads of its own, so that a stuck event loop is seen and not h
 connections and say nothing: a few are kept, each for a few seconds, and the newest one is always served, so that a
 probe is answered. A connection whose first request is for another path is handed over, where somebody takes it: the
 request is left unread, and the connection is no longer ours.
+
+Failed logins are logged and slowed, so that no token can be guessed (`FailedLogins`). The console asks there too. How
+they wait is theirs: the port has threads, the console an event loop.
 """
 
 from __future__ import annotations
@@ -15,20 +18,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Protocol
 
 import anyio
+import structlog
 
 from aviso_workers.config import Secret, settings
 from aviso_workers.errors import ConfigError
-from aviso_workers.telemetry.failed_logins import FailedLogins
-
-__all__ = ["PATHS", "Health", "Probed", "StatusServer"]
 
 STUCK_SECONDS = 10.0
 """An event loop that has not turned for so long is not alive."""
@@ -45,6 +47,13 @@ REQUEST_LINE = re.compile(rb"\S* ([^ ?\r\n]*)[ ?\r\n]")
 MAX_LOOKED_AT = 256
 """Bytes of a request that are looked at; ours are shorter."""
 UNAVAILABLE = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n{}\n"
+
+FAILED_SECONDS = 1.0
+"""How long an address waits for the answer to a failed login, for each of its failed ones that wait."""
+MAX_FAILED = 10
+"""Failed logins of an address that may wait; then it is asked for nobody's token until one of them is answered."""
+
+log = structlog.get_logger("aviso_workers.failed_logins")
 
 HandOver = Callable[[socket.socket], str]
 """Hands a connection to another process, without waiting; returns why that is not possible, or an empty text."""
@@ -102,6 +111,37 @@ class Health:
         while True:
             self.turned(next_in_seconds=TURN_SECONDS)
             await anyio.sleep(TURN_SECONDS)
+
+
+class FailedLogins:
+    """The failed logins that wait for their answer. They are logged as `event`."""
+
+    def __init__(self, event: str) -> None:
+        self._event = event
+        self._waiting = Counter[str]()
+        """By address."""
+        self._lock = threading.Lock()
+
+    def refusal(self, address: str) -> str:
+        """Return why an address is asked for no token now; empty where it is asked."""
+        if self._waiting[address] < MAX_FAILED:
+            return ""
+        return f"Too many failed logins from {address}: ask again in some seconds.\n"
+
+    @contextmanager
+    def slowed(self, address: str) -> Iterator[float]:
+        """Note a failed login of an address, which is to wait in the block for so many seconds."""
+        log.warning(self._event, address=address)
+        with self._lock:
+            self._waiting[address] += 1
+            seconds = FAILED_SECONDS * self._waiting[address]
+        try:
+            yield seconds
+        finally:
+            with self._lock:
+                self._waiting[address] -= 1
+                if not self._waiting[address]:
+                    del self._waiting[address]
 
 
 class StatusServer:
