@@ -51,9 +51,9 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream import error_codes
 from aviso_workers.spark import job_events, log_directories
-from aviso_workers.spark.duplicate_window import DuplicateWindow
 from aviso_workers.spark.event_log import EventLog, EventLogReader, LogPosition
 from aviso_workers.spark.job_events import JobEvent, SparkApplication
+from aviso_workers.spark.listeners import DuplicateWindow
 from aviso_workers.spark.log_directories import LogDirectories
 
 BUCKET = "spark-events"

@@ -26,7 +26,7 @@ from aviso_workers.cli.targets import CONFIG, ConfigSource, connected_app, load,
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import spark_reconciliation
 from aviso_workers.ops.spark_reconciliation import NOT_PUBLISHED, Comparison, Incomparable
-from aviso_workers.spark import installed
+from aviso_workers.spark import require_pyspark
 from aviso_workers.spark.rest import SparkRest
 
 spark = typer.Typer(
@@ -128,11 +128,11 @@ def archive(
 
     Example: aviso-workers spark archive mars --to /data/archive/mars --every 5m
     """
-    installed.require()
-    from aviso_workers.spark import archive_filters, archives, sessions
+    require_pyspark()
+    from aviso_workers.spark import archives, sessions
 
     options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MAX_PER_BATCH}
-    selection = archive_filters.selection(options)
+    selection = archives.selection(options)
     seconds = float(parse_duration(every, name="--every")) if every is not None else None
     with (
         _telling(config, f"archive.{event}", reads=event, to_path=to),
@@ -169,7 +169,7 @@ def backfill(
 
     Example: aviso-workers spark backfill mars --from /data/archive/mars --to mars
     """
-    installed.require()
+    require_pyspark()
     from aviso_workers.spark import archives, backfill, sessions
 
     path = str(config.path) if config else None
@@ -209,7 +209,7 @@ def report(
 
     Example: aviso-workers spark report mars --schedule schedule.yaml --to /data/report
     """
-    installed.require()
+    require_pyspark()
     from aviso_workers.spark import archives, backfill, completeness, sessions
 
     path = str(config.path) if config else None
