@@ -22,18 +22,19 @@ from aviso_workers.aviso.positions import parse_position
 from aviso_workers.cli import completion
 from aviso_workers.cli.arguments import parse_pause
 from aviso_workers.cli.options import FOR, NOTE, YES, argument, confirm, end_where, flag, option
-from aviso_workers.cli.output import AS_JSON, echo, print_json, print_record, print_rows, print_table, table, terminal
-from aviso_workers.cli.recorded import recorded
-from aviso_workers.cli.report import SECONDS, keep_shown, two_snapshots
-from aviso_workers.cli.targets import (
-    CONFIG,
-    ConfigSource,
-    OpenedServer,
-    connected,
-    find_app,
-    named_app,
-    opened,
+from aviso_workers.cli.output import (
+    AS_JSON,
+    echo,
+    print_json,
+    print_record,
+    print_rows,
+    print_table,
+    recorded,
+    table,
+    terminal,
 )
+from aviso_workers.cli.report import SECONDS, keep_shown, two_snapshots
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, named_app, opened
 from aviso_workers.errors import BackendError, ConfigError, DeclarationError, NotFoundError
 from aviso_workers.ops import agent_control, agent_report, audit, aviso_admin, retirement, retried, snapshots
 from aviso_workers.ops.agent_control import AgentConsumer

@@ -29,11 +29,17 @@ from aviso_workers.ops.spark_reconciliation import NOT_PUBLISHED, Comparison, In
 from aviso_workers.spark import require_pyspark
 from aviso_workers.spark.rest import SparkRest
 
+if TYPE_CHECKING:
+    from aviso_workers.telemetry.lineage import PipelineRun
+
 spark = typer.Typer(
     help="Archive, backfill and report with Spark, and compare its jobs with their notifications.", no_args_is_help=True
 )
 
+FILTER = filter_argument("Only notifications")
 MAX_LINES = 20
+MAX_PER_BATCH = 1_000_000
+"""Messages of a long backlog that are handled at a time, and not again after a failure."""
 
 
 @spark.command()
@@ -102,15 +108,6 @@ def _lines(comparison: Comparison) -> list[str]:
         for each in comparison.differences
     ]
     return [*differences, *(f"stored more than once: {message_id}" for message_id in comparison.twice)]
-
-
-if TYPE_CHECKING:
-    from aviso_workers.telemetry.lineage import PipelineRun
-
-FILTER = filter_argument("Only notifications")
-
-MAX_PER_BATCH = 1_000_000
-"""Messages of a long backlog that are handled at a time, and not again after a failure."""
 
 
 @spark.command()

@@ -31,11 +31,11 @@ from aviso_workers.cli.output import (
     print_json,
     print_rows,
     print_table,
+    recorded,
     replicas,
     time_text,
 )
 from aviso_workers.cli.progress import bar
-from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, on_server, opened
 from aviso_workers.config import Config
 from aviso_workers.config.streams import event_streams

@@ -33,11 +33,7 @@ from msgspec import Struct, structs
 from pyarrow import fs
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
-from pyspark.sql.datasource import (
-    DataSourceArrowWriter,
-    DataSourceStreamArrowWriter,
-    WriterCommitMessage,
-)
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from aviso_workers import files
 from aviso_workers.aviso import codec
