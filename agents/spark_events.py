@@ -51,9 +51,9 @@ from aviso_workers.errors import (
 )
 from aviso_workers.jetstream import error_codes
 from aviso_workers.spark import job_events, log_directories
-from aviso_workers.spark.duplicate_window import DuplicateWindow
 from aviso_workers.spark.event_log import EventLog, EventLogReader, LogPosition
 from aviso_workers.spark.job_events import JobEvent, SparkApplication
+from aviso_workers.spark.listeners import DuplicateWindow
 from aviso_workers.spark.log_directories import LogDirectories
 
 BUCKET = "spark-events"
@@ -79,6 +79,19 @@ Published = Notification[dict[str, str]]
 Reason = Literal["not_supported", "no_access", "left_out", "refused", "failed"]
 """Why not all of a log is published: its name or format; it cannot be read now; a part is damaged, half-written or
 gone; the server does not take an event; or something that nobody expected."""
+
+MEASURED = {
+    "directory_missing": "1 while the agent cannot list a directory of event logs, else 0.",
+    "last_search_timestamp_seconds": "Time when the agent last searched its directories for event logs, in seconds "
+    "since 1970.",
+    "followed_logs": "Event logs that may still grow, or are not completely published yet.",
+    "incomplete_logs": "Event logs with events that were not published at the last reading, by reason.",
+    "unread_bytes": "Bytes of event logs, as stored in their files, that are not read yet.",
+    "oldest_unpublished_age_seconds": "Longest time for which an event log has had unpublished content; 0 if there is "
+    "none.",
+    "lost_applications": "Spark applications that were published as lost and have logged nothing since.",
+}
+"""The help of each metric."""
 
 log = structlog.get_logger(__name__)
 
@@ -300,55 +313,25 @@ class _Tail:
         self._incomplete = finished | {each.path: why for each in followed if (why := each.shown_incomplete)}
         reasons = Counter(self._incomplete.values())
         directories = self._settings.event_log_dirs
-        self._show(
-            "directory_missing",
-            "1 while the agent cannot list a directory of event logs, else 0.",
-            label="directory",
-            values={directory: directory in self._missing for directory in directories},
-        )
-        self._show_one(
-            "last_search_timestamp_seconds",
-            "Time when the agent last searched its directories for event logs, in seconds since 1970.",
-            time.time(),
-        )
-        self._show_one(
-            "followed_logs", "Event logs that may still grow, or are not completely published yet.", len(followed)
-        )
-        self._show(
-            "incomplete_logs",
-            "Event logs with events that were not published at the last reading, by reason.",
-            label="reason",
-            values={reason: reasons[reason] for reason in get_args(Reason)},
-        )
-        self._show_one(
-            "unread_bytes",
-            "Bytes of event logs, as stored in their files, that are not read yet.",
-            sum(each.unread_bytes for each in followed),
-        )
-        self._show_one(
-            "oldest_unpublished_age_seconds",
-            "Longest time for which an event log has had unpublished content; 0 if there is none.",
-            max((each.unpublished_seconds for each in followed), default=0.0),
-        )
+        self._show("directory_missing", {each: each in self._missing for each in directories}, "directory")
+        self._show("last_search_timestamp_seconds", time.time())
+        self._show("followed_logs", len(followed))
+        self._show("incomplete_logs", {reason: reasons[reason] for reason in get_args(Reason)}, "reason")
+        self._show("unread_bytes", sum(each.unread_bytes for each in followed))
+        oldest = max((each.unpublished_seconds for each in followed), default=0.0)
+        self._show("oldest_unpublished_age_seconds", oldest)
         if all(each.published or each.incomplete for each in followed):  # else it is not known of all
-            self._show_one(
-                "lost_applications",
-                "Spark applications that were published as lost and have logged nothing since.",
-                sum(each.lost for each in followed),
-            )
+            self._show("lost_applications", sum(each.lost for each in followed))
 
-    def _show_one(self, name: str, help: str, value: float) -> None:
-        self._app.measure(
-            f"aviso_spark_events_{name}", help, labels=("cluster",), values={(self._settings.cluster,): value}
+    def _show(self, name: str, found: float | Mapping[str, float], *label: str) -> None:
+        """Show a measurement of the cluster, or those of it that another label tells apart."""
+        cluster = self._settings.cluster
+        values: dict[tuple[str, ...], float] = (
+            {(cluster, key): value for key, value in found.items()}
+            if isinstance(found, Mapping)
+            else {(cluster,): found}
         )
-
-    def _show(self, name: str, help: str, *, label: str, values: Mapping[str, float]) -> None:
-        self._app.measure(
-            f"aviso_spark_events_{name}",
-            help,
-            labels=("cluster", label),
-            values={(self._settings.cluster, key): value for key, value in values.items()},
-        )
+        self._app.measure(f"aviso_spark_events_{name}", MEASURED[name], labels=("cluster", *label), values=values)
 
 
 class _ApplicationLog:

@@ -54,30 +54,25 @@ OPTION_WITHOUT_VALUE = re.compile(r"--[a-z][a-z-]*=")
 
 ONLY_FILES = frozenset({"dev", "server", "spark"})
 """They start a server of our own, or hand the configuration on to Spark's executors as a file."""
-PANELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Run": {"new": ("new",), "worker": ("worker",), "dev": ("dev",), "check": ("check",)},
-    "Use": {"notify": ("notify",), "watch": ("watch",), "replay": ("watch",)},
-    "Agents": {
-        "agents": ("agents", "agents_control"),
-        "dead-letters": ("dead_letters",),
-        "timers": ("timers",),
-    },
-    "Observe": {"console": ("console",), "doctor": ("doctor",), "top": ("report",), "report": ("report",)},
+PANELS: dict[str, dict[str, str]] = {
+    "Run": {"new": "new", "worker": "worker", "dev": "dev", "check": "check"},
+    "Use": {"notify": "notify", "watch": "watch", "replay": "watch"},
+    "Agents": {"agents": "agents", "dead-letters": "dead_letters", "timers": "timers"},
+    "Observe": {"console": "console", "doctor": "doctor", "top": "report", "report": "report"},
     "Data": {
-        "streams": ("streams", "streams_policy", "streams_maintenance", "streams_copy"),
-        "consumers": ("consumers",),
-        "delete": ("delete",),
-        "erase": ("erase",),
-        "backup": ("backup",),
-        "mirror": ("mirror",),
+        "streams": "streams",
+        "consumers": "consumers",
+        "delete": "delete",
+        "erase": "erase",
+        "backup": "backup",
+        "mirror": "mirror",
     },
-    "Server": {"server": ("server",), "config": ("config",)},
-    "Spark": {"spark": ("spark",)},
+    "Server": {"server": "server", "config": "config"},
+    "Spark": {"spark": "spark"},
 }
-"""The sections of the help, with each command or group of commands and the modules of this package that declare it: the
-first has it under its name, the others add commands to the group. So the help needs none of these modules, whose
-imports take most of a second."""
-COMMANDS = {name: modules for panel in PANELS.values() for name, modules in panel.items()}
+"""The sections of the help, with each command or group of commands and the module of this package that declares it
+under its name. So the help needs none of these modules, whose imports take most of a second."""
+COMMANDS = {name: module for panel in PANELS.values() for name, module in panel.items()}
 SUMMARIES = {
     "new": "Create a small working project, with an agent, its tests and the files that deploy it.",
     "worker": "Run the agents of an app until SIGTERM or Ctrl-C.",
@@ -200,8 +195,7 @@ def _before_each(
 @cache
 def _load(name: str) -> Any:
     """Return the parser of one command or group, which typer makes only as a part of a whole."""
-    first, *_ = [importlib.import_module(f"{__name__}.{module}") for module in COMMANDS[name]]
-    declared = getattr(first, name.replace("-", "_"))
+    declared = getattr(importlib.import_module(f"{__name__}.{COMMANDS[name]}"), name.replace("-", "_"))
     whole = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
     if isinstance(declared, typer.Typer):
         for each in declared.registered_commands:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 import anyio
 import typer
@@ -15,16 +15,26 @@ from rich.filesize import decimal
 from aviso_workers.aviso.literals import Duration
 from aviso_workers.backends import Admin, open_backend
 from aviso_workers.cli import completion
-from aviso_workers.cli.backup_cleanse import cleanse
-from aviso_workers.cli.identity import IDENTITY, identities_of
-from aviso_workers.cli.options import argument, flag, option
-from aviso_workers.cli.output import AS_JSON, print_rows, print_table, time_text
+from aviso_workers.cli.arguments import parse_where
+from aviso_workers.cli.options import YES, argument, confirm, end_where, filter_argument, flag, option
+from aviso_workers.cli.output import AS_JSON, echo, print_rows, print_table, time_text
 from aviso_workers.cli.progress import bar
 from aviso_workers.cli.signals import until_signal
-from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, load
+from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, connected_app, load
 from aviso_workers.errors import AvisoWorkersError, BackendError, BackupError, DeclarationError
 from aviso_workers.ops import backups
-from aviso_workers.ops.backups import Backup, BackupSchedule, Identities, Keep, Making, RestoredStream, Spool
+from aviso_workers.ops.backups import (
+    Backup,
+    BackupSchedule,
+    Forgotten,
+    Identities,
+    Keep,
+    Making,
+    RestoredStream,
+    Spool,
+    Takes,
+)
+from aviso_workers.ops.erasure import erase
 from aviso_workers.telemetry import logs
 
 BACKUPS = ("stream", "made", "messages", "bytes", "nats-server", "kind", "directory")
@@ -35,7 +45,11 @@ backup = typer.Typer(
 
 DIRECTORY = argument("DIR", "Directory of a backup, e.g. backups/MARS/20261120T060000.000Z.")
 ENCRYPT_TO = option("KEY|FILE", "Encrypt to this public key of age, or to those in this file. Default: no encryption.")
+IDENTITY = option("FILE", "File with the secret keys of age that open encrypted backups.")
 BELOW = argument("DIR", "Directory of a backup, or one with backups of streams, e.g. /backups.")
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Storage(StrEnum):
@@ -289,7 +303,53 @@ def drill(
     connected(config, run)
 
 
-backup.command()(cleanse)
+@backup.command()
+def cleanse(
+    directory: Path = BELOW,
+    where: list[str] | None = filter_argument("Remove notifications"),
+    event: str | None = option(
+        "EVENT",
+        "Event type that KEY=VALUE is about. Default: the only one whose stream is among the backups.",
+        autocompletion=completion.event_types,
+    ),
+    erasure: list[Path] | None = option("FILE", "Remove what this record of `erase` lists; may be repeated."),
+    key: list[str] | None = option(
+        "BUCKET/KEY", "Also remove this key of a table, windows or a counter; may be repeated."
+    ),
+    subject: str | None = option("SUBJECT", "Remove messages with a matching subject instead, e.g. mars.od.>"),
+    identity: Path | None = IDENTITY,
+    yes: bool = YES,
+    config: ConfigSource | None = CONFIG,
+) -> None:
+    """Remove messages from backups for good, such as a person's data. The others are restored with their sequences.
+
+    If a full backup has increments, the messages are removed from all of them, whichever one is named.
+
+    Example: aviso-workers backup cleanse /backups class=od date=20261120 --yes
+    """
+    if bool(subject) == bool(where or erasure or key):
+        raise DeclarationError("say which messages: KEY=VALUE, --erasure and --key together or alone, or --subject")
+    loaded = [_try(place, backups.load) for place in backups.places(directory) or [directory]]
+    found = [backup for backup in loaded if backup]
+    identities = identities_of(identity)
+    if subject:
+        takes, doubts = _of_subject(subject), list[str]()
+    else:
+        erasures = [erase.read_record(path) for path in erasure or ()]
+        named = event or next((each.event_type for each in erasures), "")
+        declared = connected_app(config).config
+        wanted = backups.of_identifier(declared, found, parse_where(where), event_type=named) if where else None
+        forgotten = Forgotten(wanted, records=erasures, keys=key or ())
+        takes, doubts = forgotten.takes, forgotten.doubts(found)
+    for doubt in doubts:
+        echo(doubt, err=True)
+    chosen = backups.one_of_each_chain(found)
+    counts = [_try(backup, lambda backup: _count(backup, takes(backup), identities)) for backup in chosen]
+    if any(counts):
+        confirm(yes, to="remove them")
+    concerned = [backup for backup, count in zip(chosen, counts, strict=True) if count]
+    removed = [_try(backup, lambda backup: _forget(backup, takes(backup), identities)) for backup in concerned]
+    end_where(doubts or None in [*loaded, *counts, *removed])
 
 
 @backup.command()
@@ -384,6 +444,11 @@ def _verify_set(file: Path) -> None:
     typer.echo(f"{file}: a set of {len(found.written.members)} streams, all of which are there")
 
 
+def identities_of(file: Path | None) -> Identities | None:
+    """Return the keys in a file; None where no file is given. Raises `DeclarationError`."""
+    return Identities.read(file) if file else None
+
+
 def _each(directories: Sequence[Path], act: Callable[[Path], None]) -> list[AvisoWorkersError]:
     failures: list[AvisoWorkersError] = []
     for directory in directories:
@@ -398,3 +463,33 @@ def _end(failures: Sequence[AvisoWorkersError]) -> None:
     """Raise all failures as one `BackupError`, when everything else is done."""
     if failures:
         raise BackupError("\n".join(map(str, failures)))
+
+
+def _of_subject(subject: str) -> Callable[[Backup], Takes]:
+    return lambda _: backups.of_subject(subject)
+
+
+def _try(thing: T, act: Callable[[T], U]) -> U | None:
+    """Return the result of `act`; None where it raises `BackupError`, which is printed."""
+    try:
+        return act(thing)
+    except BackupError as error:
+        echo(str(error), err=True)
+        return None
+
+
+def _count(backup: Backup, takes: Takes, identities: Identities | None) -> int:
+    with bar(f"{backup.directory}, reading", backup.size) as progress:
+        plan = backups.plan_cleanse(backup, takes, identities=identities, progress=progress)
+    typer.echo(f"{backup.directory}: {len(plan.removed)} messages match, {plan.kept} stay")
+    for changed, _ in plan.changes:
+        if not changed.directory.samefile(backup.directory):
+            typer.echo(f"{changed.directory}: is rewritten as well")
+    return len(plan.removed)
+
+
+def _forget(backup: Backup, takes: Takes, identities: Identities | None) -> int:
+    with bar(f"{backup.directory}, writing") as progress:
+        removed = backups.forget(backup, takes, identities=identities, progress=progress)
+    typer.echo(f"{backup.directory}: {removed} messages removed")
+    return removed

@@ -44,7 +44,7 @@ def console(
     loaded = _with(loaded, host, port)
     if refusals := loaded.workers.console.refusals(loaded.workers.console.host):
         raise ConfigError(refusals)
-    from aviso_workers.console.serve import serve
+    from aviso_workers.console.web import serve
 
     logs.configure(loaded.workers.logging)
 

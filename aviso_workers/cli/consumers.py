@@ -17,10 +17,10 @@ from aviso_workers.cli.output import (
     end_where_unavailable,
     print_details,
     print_rows,
+    recorded,
     replicas,
     time_text,
 )
-from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.report import SECONDS, consumer_state, duration, two_snapshots
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.jetstream.info import ConsumerInfo

@@ -19,9 +19,8 @@ from aviso_workers.aviso.literals import body_text, printable
 from aviso_workers.aviso.positions import parse_moment
 from aviso_workers.cli import completion
 from aviso_workers.cli.options import argument, finite, flag, option
-from aviso_workers.cli.output import Columns, print_json, print_table, skipped_reported, terminal, time_text
+from aviso_workers.cli.output import Columns, print_json, print_table, recorded, skipped_reported, terminal, time_text
 from aviso_workers.cli.progress import counted
-from aviso_workers.cli.recorded import recorded
 from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, named_app
 from aviso_workers.errors import DeclarationError, InvalidPositionError, NotFoundError, RefusedError
 from aviso_workers.events import Events

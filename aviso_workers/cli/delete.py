@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from aviso_workers.cli.options import YES, argument, confirm
-from aviso_workers.cli.output import print_table
-from aviso_workers.cli.recorded import recorded
+from aviso_workers.cli.output import print_table, recorded
 from aviso_workers.cli.targets import OpenedServer, on_server
 from aviso_workers.ops import aviso_admin
 from aviso_workers.state.audit_records import Affected

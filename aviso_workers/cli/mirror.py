@@ -11,7 +11,7 @@ from aviso_workers.aviso.literals import quoted
 from aviso_workers.cli import NOT_PROVEN
 from aviso_workers.cli.completion import STREAM
 from aviso_workers.cli.options import YES, confirm, end_where, finite, flag, option
-from aviso_workers.cli.recorded import recorded
+from aviso_workers.cli.output import recorded
 from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, load, on_server
 from aviso_workers.ops import mirrors, promotion, recovery
 from aviso_workers.ops.mirrors import Carried

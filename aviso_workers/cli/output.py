@@ -1,15 +1,17 @@
-"""Output of commands: tables for terminals, one line a row for pipes, and JSON for programs."""
+"""Output of commands: tables for terminals, one line a row for pipes, and JSON for programs; and what commands do,
+recorded in the audit as the actions of the console are.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import typer
@@ -24,6 +26,10 @@ from aviso_workers.cli.options import end_where, flag
 from aviso_workers.events import Events, Skipped
 from aviso_workers.jetstream import fields
 from aviso_workers.jetstream.info import SILENT_NANOSECONDS, Cluster, ConsumerInfo, StreamInfo
+
+if TYPE_CHECKING:
+    from aviso_workers.cli.targets import OpenedServer
+    from aviso_workers.ops.audit import ActionResult
 
 AS_JSON = flag("--json", "Print one JSON document a row instead of a table.")
 
@@ -132,6 +138,23 @@ def skipped_reported(source: Events) -> Iterator[Callable[[], int]]:
     finally:
         if skipped > MAX_SKIPPED:
             print(f"{skipped - MAX_SKIPPED} more were left out ({skipped} in all)", file=sys.stderr)
+
+
+@asynccontextmanager
+async def recorded(server: OpenedServer, action: str, of: str, **selection: object) -> AsyncIterator[ActionResult]:
+    """Record, for the block, what a command does to what, and print what has come of it. Arguments without a value are
+    left out. Where nothing can be recorded, standard error says so, and the command goes on.
+    """
+    from aviso_workers.ops import audit  # most commands record nothing
+
+    given = {name: str(value) for name, value in selection.items() if value not in (None, "", 0)}
+    records = audit.Audit(server.admin, server.config, warn=lambda text: echo(text, err=True))
+    async with records.recorded(audit.this_user(), action, of, given) as result:
+        try:
+            yield result
+        finally:
+            if result.text:
+                echo(result.text, err=result.state == "failed")
 
 
 def terminal() -> Console:

@@ -6,10 +6,10 @@ PySpark is loaded when a pipeline runs: it is an extra.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, date, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -26,14 +26,20 @@ from aviso_workers.cli.targets import CONFIG, ConfigSource, connected_app, load,
 from aviso_workers.errors import DeclarationError
 from aviso_workers.ops import spark_reconciliation
 from aviso_workers.ops.spark_reconciliation import NOT_PUBLISHED, Comparison, Incomparable
-from aviso_workers.spark import installed
+from aviso_workers.spark import require_pyspark
 from aviso_workers.spark.rest import SparkRest
+
+if TYPE_CHECKING:
+    from aviso_workers.telemetry.lineage import PipelineRun
 
 spark = typer.Typer(
     help="Archive, backfill and report with Spark, and compare its jobs with their notifications.", no_args_is_help=True
 )
 
+FILTER = filter_argument("Only notifications")
 MAX_LINES = 20
+MAX_PER_BATCH = 1_000_000
+"""Messages of a long backlog that are handled at a time, and not again after a failure."""
 
 
 @spark.command()
@@ -104,15 +110,6 @@ def _lines(comparison: Comparison) -> list[str]:
     return [*differences, *(f"stored more than once: {message_id}" for message_id in comparison.twice)]
 
 
-if TYPE_CHECKING:
-    from aviso_workers.telemetry.lineage import PipelineRun
-
-FILTER = filter_argument("Only notifications")
-
-MAX_PER_BATCH = 1_000_000
-"""Messages of a long backlog that are handled at a time, and not again after a failure."""
-
-
 @spark.command()
 def archive(
     event: str = EVENT,
@@ -128,11 +125,11 @@ def archive(
 
     Example: aviso-workers spark archive mars --to /data/archive/mars --every 5m
     """
-    installed.require()
-    from aviso_workers.spark import archive_filters, archives, sessions
+    require_pyspark()
+    from aviso_workers.spark import archives, sessions
 
     options = _source(event, where, config) | {"startingOffsets": "earliest", "maxMessagesPerTrigger": MAX_PER_BATCH}
-    selection = archive_filters.selection(options)
+    selection = archives.selection(options)
     seconds = float(parse_duration(every, name="--every")) if every is not None else None
     with (
         _telling(config, f"archive.{event}", reads=event, to_path=to),
@@ -169,21 +166,14 @@ def backfill(
 
     Example: aviso-workers spark backfill mars --from /data/archive/mars --to mars
     """
-    installed.require()
-    from aviso_workers.spark import archives, backfill, sessions
+    require_pyspark()
+    from aviso_workers.spark import backfill, sessions
 
-    path = str(config.path) if config else None
-    options = _source(event, where, config)
-    position, wanted, filled = _position(start), parse_where(where or []), parse_pairs(fill or [])
-    told = _telling(
-        config, f"backfill.{event}.{to}", reads=event, from_path=start if position is None else "", writes=to
-    )
+    read, filled = _reading(event, where, config, start), parse_pairs(fill or [])
+    from_path = "" if _position(start) else start
+    told = _telling(config, f"backfill.{event}.{to}", reads=event, from_path=from_path, writes=to)
     with told as run, sessions.session(f"aviso-workers: backfill {event} to {to}") as spark:
-        if position is None:
-            rows = backfill.matching(archives.read(spark, start), event, wanted, config=path)
-        else:
-            rows = spark.read.format("aviso").options(**options, **position).load()
-        done = backfill.backfill(rows, to, dead_letters=dead_letters, fill=filled, config=path)
+        done = backfill.backfill(read(spark), to, dead_letters=dead_letters, fill=filled, config=_path(config))
         if run is not None:
             run.written = done.published
     typer.echo(f"{done.published} published, {done.present} there before, {done.refused} refused")
@@ -209,24 +199,17 @@ def report(
 
     Example: aviso-workers spark report mars --schedule schedule.yaml --to /data/report
     """
-    installed.require()
-    from aviso_workers.spark import archives, backfill, completeness, sessions
+    require_pyspark()
+    from aviso_workers.spark import completeness, sessions
 
-    path = str(config.path) if config else None
     days = {"first": _day(first, "--first", days_ago=1), "last": _day(last, "--last", days_ago=0)}
     if days["first"] > days["last"]:
         raise DeclarationError(f"--first {days['first']} is after --last {days['last']}")
-    options = _source(event, where, config)
-    position, wanted = _position(start or days["first"].isoformat()), parse_where(where or [])
+    read, path = _reading(event, where, config, start or days["first"].isoformat()), _path(config)
     known = completeness.read_schedule(schedule, event, config=path, **days)
     with sessions.session(f"aviso-workers: report {event}") as spark:
         expected = completeness.table(spark, known) if known else completeness.expected_table(spark, schedule)
-        if position is None:
-            assert start is not None
-            rows = backfill.matching(archives.read(spark, start), event, wanted, config=path)
-        else:
-            rows = spark.read.format("aviso").options(**options, **position).load()
-        done = completeness.report(rows, expected, event, to=to, config=path)
+        done = completeness.report(read(spark), expected, event, to=to, config=path)
     typer.echo(f"{done.cycles} cycles: {done.complete} complete, {done.late} late; see {to}/report.html")
     for kind, count in done.published.items():
         typer.echo(f"{count} published as {kind}")
@@ -249,6 +232,18 @@ def _telling(
     return lineage.pipeline(loaded, settings, name, reads=source, writes=target)
 
 
+def _reading(event: str, where: Sequence[str] | None, config: ConfigSource | None, start: str) -> Callable[[Any], Any]:
+    """Return a function that reads notifications in a session of Spark: from a position in their stream on, or those of
+    the archive at a path.
+    """
+    from aviso_workers.spark import archives, backfill
+
+    options, position, wanted = _source(event, where, config), _position(start), parse_where(where or [])
+    if position is not None:
+        return lambda spark: spark.read.format("aviso").options(**options, **position).load()
+    return lambda spark: backfill.matching(archives.read(spark, start), event, wanted, config=_path(config))
+
+
 def _position(text: str) -> dict[str, str] | None:
     """Return the position where reading a stream begins, as options; None where the text is a path."""
     if text.isdecimal():
@@ -266,6 +261,10 @@ def _source(event: str, where: Sequence[str] | None, config: ConfigSource | None
     """Return the options of the data source for an event type and a filter."""
     options: dict[str, str | int] = {f"where.{field}": value for field, value in parse_pairs(where or []).items()}
     return options | {"event": event} | ({"config": str(config.path)} if config else {})
+
+
+def _path(config: ConfigSource | None) -> str | None:
+    return str(config.path) if config else None
 
 
 def _day(text: str | None, name: str, *, days_ago: int) -> date:

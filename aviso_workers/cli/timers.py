@@ -15,8 +15,7 @@ from aviso_workers.aviso.literals import time_text
 from aviso_workers.aviso.positions import parse_date, parse_moment
 from aviso_workers.cli.arguments import parse_duration, parse_pause
 from aviso_workers.cli.options import FOR, NOTE, YES, argument, confirm, end_where, flag, option
-from aviso_workers.cli.output import AS_JSON, echo, print_rows, print_table
-from aviso_workers.cli.recorded import recorded
+from aviso_workers.cli.output import AS_JSON, echo, print_rows, print_table, recorded
 from aviso_workers.cli.targets import CONFIG, ConfigSource, OpenedServer, connected, find_app, run_connected
 from aviso_workers.errors import DeclarationError, UnavailableError, describe
 from aviso_workers.events import Ticked

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
+from aviso_workers.aviso.codec import Message, NotificationReader, store_time
 from aviso_workers.aviso.literals import time_text
+from aviso_workers.aviso.notifications import Notification
 from aviso_workers.aviso.positions import day_of, parse_moment
 from aviso_workers.aviso.schema import topic_of
-from aviso_workers.config import display
-from aviso_workers.console import dead_letters, spark_applications
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config, display
+from aviso_workers.console import dead_letters
 from aviso_workers.console.actions import Actions
-from aviso_workers.console.causes import Causes
+from aviso_workers.console.dead_letters import Causes
 from aviso_workers.console.overview import AgentView, Overview, Watcher, stale_text
 from aviso_workers.console.shown import capital, part_of
-from aviso_workers.errors import BackendError, InvalidPositionError, NotFoundError
-from aviso_workers.ops import aviso_admin, health, story, stream_policy, timer_control
+from aviso_workers.errors import AvisoWorkersError, BackendError, InvalidPositionError, NotFoundError
+from aviso_workers.ops import aviso_admin, health, inventory, story, stream_policy, timer_control
 from aviso_workers.ops import doctor as doctor_
 from aviso_workers.ops.audit import MOST_READ, Period
 from aviso_workers.ops.doctor import output
@@ -26,6 +31,7 @@ from aviso_workers.ops.health import STATES, Judgement
 from aviso_workers.ops.inventory import Denials, asked
 from aviso_workers.ops.reports import StreamRow
 from aviso_workers.ops.timer_control import paused_text, run_text
+from aviso_workers.spark.job_events import EVENT_TYPE
 from aviso_workers.state import asyncapi, lease_records, timer_records
 from aviso_workers.state.audit_records import RecordedAction
 from aviso_workers.state.lease_records import Leader
@@ -42,6 +48,9 @@ ONE_CAUSE = {"app", "agent", "reason", "line"}
 """The filters that select one cause, where one is found."""
 NEARLY_FULL = 0.9
 DOCTOR_SECONDS = 1.0
+SPARK_FIELDS = ("cluster", "application", "kind", "event")
+SPARK_READ = 5000
+"""The newest notifications of Spark's jobs that are read."""
 
 
 class Page(Struct, frozen=True):
@@ -380,10 +389,73 @@ async def streams(question: Question) -> Page:
     return Page("streams.html", "Streams", values, live=True)
 
 
+class SparkRun(Struct, kw_only=True):
+    """A Spark application, as far as the notifications that were read tell of it."""
+
+    cluster: str
+    application: str
+    name: str = ""
+    began: datetime | None = None
+    heard: datetime
+    """When the newest notification of it was stored."""
+    state: str = "running"
+    """`running`, `lost`, or how it has ended."""
+    begun: Counter[str] = field(default_factory=Counter)
+    """How many jobs, stages and so on have begun, by kind."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """How many of them have failed."""
+    notifications: int = 0
+    first: int = 0
+    """The sequence of its first notification."""
+    last: int
+
+
+async def newest_spark_runs(admin: Admin, config: Config) -> tuple[list[SparkRun], str]:
+    """Return the applications in the newest notifications, the latest first, and their stream; no stream where the
+    event type is not configured, or nothing was ever published.
+
+    Raises `BackendError`.
+    """
+    if EVENT_TYPE not in config.notification_schema:
+        return [], ""
+    stream = aviso_admin.stream_of(config, EVENT_TYPE)
+    info = await inventory.existing(admin.stream_info(stream))
+    if info is None:
+        return [], ""
+    reader = NotificationReader(EVENT_TYPE, config.notification_schema[EVENT_TYPE])
+    runs: dict[tuple[str, str], SparkRun] = {}
+    first = max(info.first_sequence, info.last_sequence - SPARK_READ + 1)
+    reading = admin.read(stream, filter_subjects=(), start_sequence=first, last_sequence=info.last_sequence)
+    async with aclosing(reading):
+        async for message in reading:
+            with suppress(AvisoWorkersError):  # one that cannot be read is the dead letter of whoever reads it
+                if (found := reader.notification(message)) is not None:
+                    _add_to_run(runs, found, message)
+    return sorted(runs.values(), key=lambda run: -run.last), stream
+
+
+def _add_to_run(runs: dict[tuple[str, str], SparkRun], found: Notification[Any], message: Message) -> None:
+    payload = found.payload if isinstance(found.payload, dict) else {}
+    status, time, sequence = str(payload.get("status", "")), store_time(message), message.sequence
+    cluster, application, kind, event = (found.identifier[field] for field in SPARK_FIELDS)
+    new = SparkRun(cluster=cluster, application=application, heard=time, first=sequence, last=sequence)
+    run = runs.setdefault((cluster, application), new)
+    run.heard, run.last = time, sequence
+    run.notifications += 1
+    if kind == "application":
+        if event == "start":
+            run.name, run.began = str(payload.get("name", "")), time
+        run.state = {"start": "running", "resumed": "running", "lost": "lost"}.get(event, status or "ended")
+    elif event == "start":
+        run.begun[kind] += 1
+    elif event == "end" and status == "failed":
+        run.failed[kind] += 1
+
+
 async def spark(question: Question) -> Page:
     """The Spark applications that notifications tell of."""
     overview = await question.watcher.newest()
-    runs, stream = await spark_applications.newest(question.actions.admin, overview.config)
+    runs, stream = await newest_spark_runs(question.actions.admin, overview.config)
     return Page("spark.html", "Spark", {"runs": runs, "stream": stream, "overview": overview})
 
 

@@ -1,4 +1,5 @@
-"""The web application: takes a request, asks whose it is, and answers with a page.
+"""The web application: takes a request, asks whose it is, and answers with a page; and uvicorn, which serves it on a
+socket of its own or on what a fleet hands over.
 
 Every answer has a policy that lets a browser run only our own scripts, which carry the nonce of that answer (Content
 Security Policy, level 3), and load nothing from elsewhere. A page is whole without scripts; with them it is rendered
@@ -7,17 +8,22 @@ again on the server after each snapshot and sent as an event stream (HTML, "Serv
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 import secrets
+import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qsl, urlencode
 
 import anyio
 import structlog
+import uvicorn
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from msgspec import structs
@@ -35,16 +41,27 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from aviso_workers.aviso.literals import printable_lines
-from aviso_workers.console import history, mcp, shown
+from aviso_workers.backends import Admin
+from aviso_workers.config import Config
+from aviso_workers.console import mcp, overview, shown
 from aviso_workers.console.access import Access, ForbiddenError, Visitor
 from aviso_workers.console.actions import ACTIONS, Actions, BrokenOffError, Confirmation
 from aviso_workers.console.overview import Watcher
 from aviso_workers.console.pages import PAGES, Page, Question
-from aviso_workers.errors import AvisoWorkersError, BackendError, DeniedError, NotFoundError, UnavailableError, describe
+from aviso_workers.errors import (
+    AvisoWorkersError,
+    BackendError,
+    DeniedError,
+    NotFoundError,
+    ServerProcessError,
+    UnavailableError,
+    describe,
+)
 from aviso_workers.ops import inventory
-from aviso_workers.telemetry.status import PATHS, FailedLogins
+from aviso_workers.telemetry.status import PATHS, TURN_SECONDS, FailedLogins
 from aviso_workers.version import __version__
 
 MAX_FORM_BYTES = 64 * 1024
@@ -68,6 +85,13 @@ TIMES, EXACT = "times", "exact"
 """The field of an address, and the cookie, by which a reader has chosen exact times."""
 HANDED_OVER = "handed_over"
 """A key of the state of connections that the status port of a fleet has accepted."""
+ENDS_SECONDS = 3
+HEAD_SECONDS = 10.0
+"""How long somebody may take to send the head of a request."""
+MAX_WAITING = 100
+"""Connections that have not sent a head: the oldest one goes for a new one, and the others are left to requests."""
+MAX_REQUESTS = 500
+"""Requests at the same time, of which up to 200 are pages that are kept up to date."""
 
 log = structlog.get_logger("aviso_workers.console")
 
@@ -202,8 +226,8 @@ class _Views:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        for module in (shown, history):
-            self._templates.filters.update(inspect.getmembers(module, inspect.isfunction))
+        self._templates.filters |= dict(inspect.getmembers(shown, inspect.isfunction))
+        self._templates.filters |= {"sparkline": overview.sparkline, "spoken": overview.spoken}
         self._templates.globals["version"] = __version__
 
     def of_page(self, make: Callable[[Question], Awaitable[Page]]) -> Callable[[Request], Awaitable[Response]]:
@@ -381,3 +405,136 @@ def _said(error: Exception) -> tuple[int, str]:
         case AvisoWorkersError():
             return 400, str(error)
     return 500, f"this is a mistake of the console, and its log has it: {type(error).__name__}"
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed where the head of a request does not come in time: it counts among all requests."""
+
+    _late: asyncio.TimerHandle | None = None
+    _waiting: ClassVar[dict[_Connection, None]] = {}
+    """Those of the process that have not sent a head, the oldest first."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait_for_head()
+        else:
+            self._wait_no_more()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._wait_no_more()
+
+    def _wait_for_head(self) -> None:
+        if self._late is not None:
+            return
+        self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._waiting[self] = None
+        if len(self._waiting) > MAX_WAITING:
+            oldest = next(iter(self._waiting))
+            oldest._wait_no_more()
+            oldest.transport.close()
+
+    def _wait_no_more(self) -> None:
+        self._waiting.pop(self, None)
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # whoever calls `serve` hears them
+
+
+async def serve(
+    admin: Admin, config: Config, *, on_listening: Callable[[str], None], line: socket.socket | None = None
+) -> None:
+    """Serve the console until it is cancelled; `on_listening` is told its address.
+
+    With a `line` to a fleet it listens nowhere: it takes the connections that come by it, until the fleet is gone.
+
+    Raises `ConfigError` where it must not be served, `ServerProcessError` where the port is taken.
+    """
+    access, settings = Access(config), config.workers.console
+    listening = [_listen(settings.host, settings.port)] if line is None else []
+    watcher = Watcher(admin, config)
+    async with anyio.create_task_group() as tasks:
+        app = application(watcher, Actions(admin, config, tasks), access)
+        server = _Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                http=_Connection,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=MAX_REQUESTS,
+                timeout_graceful_shutdown=ENDS_SECONDS,
+            )
+        )
+        ended = anyio.Event()
+
+        async def run() -> None:
+            with anyio.CancelScope(shield=True):
+                await server.serve(sockets=listening)
+            ended.set()
+
+        tasks.start_soon(watcher.run)
+        tasks.start_soon(run)
+        try:
+            if line is None:
+                host, port = listening[0].getsockname()[:2]
+                on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
+                await ended.wait()
+            else:
+                await _take(line, server)
+        finally:
+            watcher.close()
+            server.should_exit = True
+            tasks.cancel_scope.cancel()
+
+
+async def _take(line: socket.socket, server: _Server) -> None:
+    """Take the connections that the fleet hands over, until it is gone."""
+    loop = asyncio.get_running_loop()
+    connection = partial(_Connection, server.config, server.server_state, {HANDED_OVER: True})
+    line.setblocking(False)
+    with line:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_tell_turns, line)
+            said = b"+"
+            with suppress(ConnectionError):
+                while said:
+                    await anyio.wait_readable(line)
+                    said, handed, _, _ = socket.recv_fds(line, 1, 1)
+                    for descriptor in handed:
+                        with suppress(OSError):  # it may have been reset meanwhile
+                            await loop.connect_accepted_socket(connection, socket.socket(fileno=descriptor))
+            tasks.cancel_scope.cancel()
+
+
+async def _tell_turns(line: socket.socket) -> None:
+    """Tell the fleet again and again that the event loop turns; the first time, that connections are taken."""
+    while True:
+        with suppress(OSError):  # the fleet is gone, or reads nothing now
+            line.send(b"\n")
+        await anyio.sleep(TURN_SECONDS)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ServerProcessError(
+            f"the console cannot listen on {host}:{port}: {error.strerror}; choose another workers.console.port, or "
+            "say --port"
+        ) from error

@@ -5,10 +5,13 @@ Importing this package needs no pyspark, so that the event log of a Spark somewh
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aviso_workers.config import Config
+from aviso_workers.errors import DeclarationError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -16,6 +19,22 @@ if TYPE_CHECKING:
     from aviso_workers.spark.listeners import Listener
 
 __all__ = ["listen", "register"]
+
+LEAST_PYSPARK = (4, 2)
+"""The first in which a Python data source can limit what a streaming query reads at once."""
+FOR_SPARK = "pip install 'aviso-workers[spark]'"
+FOR_EVENT_LOGS = "pip install 'aviso-workers[spark-events]'"
+
+
+def require_pyspark() -> None:
+    """Raise `DeclarationError` where PySpark is missing, or older than the data source needs."""
+    if find_spec("pyspark") is None:
+        raise DeclarationError(f"PySpark is not installed: {FOR_SPARK}")
+    from pyspark import __version__
+
+    if tuple(map(int, re.findall(r"\d+", __version__)[:2])) < LEAST_PYSPARK:
+        least = ".".join(map(str, LEAST_PYSPARK))
+        raise DeclarationError(f"PySpark {__version__} is installed, and {least} or newer is needed: {FOR_SPARK}")
 
 
 def register(spark: SparkSession) -> None:
@@ -25,9 +44,7 @@ def register(spark: SparkSession) -> None:
     Raises `DeclarationError` where PySpark is too old, and `ExecutorError` where the executors lack something that it
     needs.
     """
-    from aviso_workers.spark import installed
-
-    installed.require()
+    require_pyspark()
     from aviso_workers.spark import data_source
 
     data_source.register(spark)

@@ -15,6 +15,9 @@ an hour.
 Two runs at the same time write the same batch, under names of their own. The one that lists it first has done it, and
 the other one removes what it wrote. So a file of a batch that is in no list yet is never removed: the run that wrote it
 may be about to list it.
+
+What a run leaves out is behind the checkpoint, and no later run archives it. So an archive takes one event type and one
+filter, and has a record of them.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import pairwise
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -35,14 +39,18 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import StructType
 
+from aviso_workers.aviso.schema import Condition, Span, Where
+from aviso_workers.aviso.spatial import Containing, Filter
 from aviso_workers.errors import PipelineError
-from aviso_workers.spark import archive_filters
-from aviso_workers.spark.archive_filters import ArchiveSelection
+from aviso_workers.spark import options, readers
+from aviso_workers.spark.connections import load_config
 from aviso_workers.spark.files import File, Files
 
 LOG = "_spark_metadata"
 CHECKPOINT = "_checkpoint"
 STAGING = "_staging"
+SELECTION = "_selection.json"
+"""The record of which event type and filter an archive holds."""
 WRITTEN = re.compile(r"date=[^/]+/[^/]+\.parquet")
 """The files of a micro-batch, below the directory where Spark writes them."""
 OURS = re.compile(r"date=[^/]+/(\d+)-\d+(-[0-9a-f]{8})?\.parquet")
@@ -97,6 +105,54 @@ def read(spark: SparkSession, path: str) -> DataFrame:
     if moved := _Archive(files).moved():
         return reader.option("basePath", files.root).parquet(*moved)
     return reader.parquet(path)
+
+
+class ArchiveSelection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The event type and the filter of an archive in canonical form: two that let the same notifications through are
+    equal.
+    """
+
+    event: str
+    where: Mapping[str, Any] = {}
+    """By field: a value, a list of values, or one operator."""
+
+    def __str__(self) -> str:
+        return " ".join([self.event, *(f"{field}={_spelled(wanted)}" for field, wanted in self.where.items())])
+
+
+def selection(given: Mapping[str, Any]) -> ArchiveSelection:
+    """Return the selection that a read with these options makes.
+
+    Raises `InvalidOptionError`, `UnknownEventTypeError` and `InvalidIdentifierError`.
+    """
+    parsed = options.parse_read_options({name: str(value) for name, value in given.items()})
+    plan = readers.plan(parsed, load_config(parsed.config))
+    if plan.where is None:
+        raise PipelineError("an archive is of an event type, not of a stream by its name")
+    return ArchiveSelection(event=str(parsed.event), where=_canonical(plan.where))
+
+
+def _canonical(where: Where) -> dict[str, Any]:
+    known = ("", *where.topic.key_order)
+    found = {known[position]: _wanted(accepted) for position, accepted in where.conditions}
+    return found | (_place(where.place) if where.place else {})
+
+
+def _wanted(accepted: Condition) -> Any:
+    if isinstance(accepted, Span):
+        return {"between": [str(accepted.low), str(accepted.high)]}
+    values = sorted(accepted)
+    return values[0] if len(values) == 1 else values
+
+
+def _place(place: Filter) -> dict[str, Any]:
+    if isinstance(place, Containing):
+        return {"point": [str(number) for number in place.point]}
+    return {"polygon": [str(number) for point in place.area.ring for number in point]}
+
+
+def _spelled(wanted: Any) -> str:
+    return wanted if isinstance(wanted, str) else msgspec.json.encode(wanted).decode()
 
 
 class _Archive:
@@ -162,8 +218,30 @@ class _Archive:
             )
 
     def check_selection(self, wanted: ArchiveSelection | None) -> None:
-        """Raise `PipelineError` where the archive was made with another event type or filter than this query has."""
-        archive_filters.check(self._files, wanted, aside=f"{self._staging}/selection")
+        """Check that the archive has the selection `wanted`; record it where none is recorded yet.
+
+        Raises `PipelineError` where the archive has something else, or where `wanted` is None though it has a record.
+        """
+        if not self._files.exists(SELECTION):
+            if wanted is None:
+                return
+            self._files.write_new(SELECTION, msgspec.json.encode(wanted), aside=f"{self._staging}/selection")
+        known = self._recorded_selection()  # also after writing: another run may have been faster
+        if known != wanted:
+            this = f"is of {wanted}" if wanted else "does not say of what"
+            raise PipelineError(
+                f"{self.root} is an archive of {known}, and this run {this}: what one of them leaves out is never "
+                "archived by the other. Archive to another directory"
+            )
+
+    def _recorded_selection(self) -> ArchiveSelection:
+        try:
+            return msgspec.json.decode(self._files.read(SELECTION), type=ArchiveSelection)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise PipelineError(
+                f"{self.root}/{SELECTION} is damaged, so what the archive leaves out is not known: {error}. Put a good "
+                "copy of it back, or archive to a new directory"
+            ) from error
 
     def _last_batch(self, kind: str) -> int:
         """Return the number of the last batch that the checkpoint has in this directory; -1 where it has none."""

@@ -17,12 +17,12 @@ from struct import Struct
 from typing import Any, ClassVar, Protocol
 
 from aviso_workers.errors import UndecodableError
-from aviso_workers.spark import installed
+from aviso_workers.spark import FOR_EVENT_LOGS
 
 try:
     import zstandard
 except ImportError as error:
-    raise ImportError(f"reading Spark's event logs needs zstandard: {installed.FOR_EVENT_LOGS}") from error
+    raise ImportError(f"reading Spark's event logs needs zstandard: {FOR_EVENT_LOGS}") from error
 
 MAGIC_BYTES = 8
 """The number of bytes that show how a file is compressed."""
@@ -84,7 +84,7 @@ class _Blocks(ABC):
         try:
             import pyarrow  # slow to import, and needed for these codecs only
         except ImportError as error:
-            raise ImportError(f"reading {self._name} needs pyarrow: {installed.FOR_EVENT_LOGS}") from error
+            raise ImportError(f"reading {self._name} needs pyarrow: {FOR_EVENT_LOGS}") from error
         self._codec: Any = pyarrow.Codec(self._name)
         self._pending = bytearray()
 

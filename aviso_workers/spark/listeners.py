@@ -9,6 +9,10 @@ The event log says the same, and later: ids are made of the same JSON, so that t
 together store each event once. What happens before the listener is there, what waits too long, and how a driver ended
 that was killed: that the agent adds.
 
+An event that is published twice is discarded by its id within the duplicate window of the stream. Within half of the
+window the agent and the listener rely on the server; beyond it the agent asks the stream which events it holds, and the
+listener leaves an event to the agent. The other half is for what happens in between.
+
 The bus, its queues and JsonProtocol are Spark's own and may change: the tests run against the real ones.
 """
 
@@ -30,19 +34,22 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from aviso_workers.aviso.literals import SECOND
 from aviso_workers.aviso.notifications import Notify
-from aviso_workers.config import Config, load
+from aviso_workers.backends import Backend
+from aviso_workers.config import Config, load, streams
 from aviso_workers.errors import (
     BackendError,
     ConfigError,
     InvalidNotificationError,
+    NotFoundError,
     RefusedError,
     UndecodableError,
 )
 from aviso_workers.events import Events
+from aviso_workers.jetstream.fields import DEFAULT_DUPLICATE_WINDOW
 from aviso_workers.sessions.session import Session, open_session
 from aviso_workers.spark import job_events, trace_contexts
-from aviso_workers.spark.duplicate_window import DuplicateWindow
 from aviso_workers.spark.job_events import EVENT_TYPE, JobEvent, SparkApplication
 
 QUEUE = "aviso"
@@ -56,6 +63,12 @@ EVENTS = "ApplicationStart ApplicationEnd JobStart JobEnd StageSubmitted StageCo
 METHODS = frozenset(f"on{event}" for event in [*EVENTS.split(), "OtherEvent"])
 """The methods of a SparkListener that are used here: none about tasks, which are called most often."""
 QUERY_EVENT = "org.apache.spark.sql.streaming.StreamingQueryListener$Query"
+
+MAX_WINDOW_SECONDS = 60.0
+"""Half of the usual duplicate window. A longer one is not relied on: what waited for so long was not published for a
+reason."""
+CACHE_SECONDS = 5.0
+"""A changed duplicate window is noticed within this time."""
 
 log = structlog.get_logger(__name__)
 
@@ -279,3 +292,31 @@ def _listen_to_queries(spark: Any, receive: Callable[[str], None]) -> Callable[[
     listener = QueryListener()
     spark.streams.addListener(listener)
     return lambda: spark.streams.removeListener(listener)
+
+
+class DuplicateWindow:
+    """The duplicate window of the stream of job events, read from the server again when it is `CACHE_SECONDS` old."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._half_seconds = MAX_WINDOW_SECONDS
+        self._read_at = -math.inf
+
+    async def half_seconds(self, backend: Backend) -> float:
+        """Return half of the duplicate window in seconds, at most a minute. Raises `UnknownEventTypeError` and
+        `BackendError`.
+        """
+        if anyio.current_time() - self._read_at <= CACHE_SECONDS:
+            return self._half_seconds
+        try:
+            self._half_seconds = await self._read(backend)
+        except NotFoundError:  # whoever publishes first makes it, so the next event asks again
+            return MAX_WINDOW_SECONDS
+        self._read_at = anyio.current_time()
+        return self._half_seconds
+
+    async def _read(self, backend: Backend) -> float:
+        event_type = self._config.event_type(EVENT_TYPE)
+        info = await backend.stream_info(streams.event_stream(EVENT_TYPE, event_type, self._config).name)
+        window = info.config.duplicate_window or DEFAULT_DUPLICATE_WINDOW
+        return min(MAX_WINDOW_SECONDS, window / SECOND / 2)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from aviso_workers.spark import event_log, installed
+from aviso_workers.spark import FOR_EVENT_LOGS, event_log
 from aviso_workers.spark.event_log import EventLog, LogFile, OpenFile
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "hdfs": "hdfs"}
@@ -108,7 +108,7 @@ class _RemoteDirectory:
         try:
             import pyarrow  # noqa: F401, here, so that the agent does not start without it
         except ImportError as error:
-            raise ValueError(f"{name}: reading it needs pyarrow: {installed.FOR_EVENT_LOGS}") from error
+            raise ValueError(f"{name}: reading it needs pyarrow: {FOR_EVENT_LOGS}") from error
         self.name = name
         self._url = url
         self._system: Any = None

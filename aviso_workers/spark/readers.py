@@ -32,11 +32,8 @@ from aviso_workers.aviso.codec import NotificationReader, is_marker
 from aviso_workers.aviso.schema import EventType, Where
 from aviso_workers.backends import Backend, Chunk, Message, StreamInfo
 from aviso_workers.config import Config, streams
-from aviso_workers.errors import (
-    InvalidOptionError,
-    NotFoundError,
-    UnavailableError,
-)
+from aviso_workers.declare.retry import Tries
+from aviso_workers.errors import InvalidOptionError, NotFoundError, UnavailableError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.spark import offsets
 from aviso_workers.spark.connections import BlockingConnection, connected, load_config, tries
@@ -112,11 +109,7 @@ class DriverRequests:
                 return request(self._connection)
             except UnavailableError as error:
                 self.close()
-                if _waits_for_others(error):
-                    left = tries(PATIENCE_SECONDS, now=time.monotonic())
-                if (wait := left.next_wait(time.monotonic())) is None:
-                    raise
-                time.sleep(wait)
+                left = _wait(left, error)
 
     def info(self, *, read: Offset | None = None) -> StreamInfo:
         """Return the state of the stream. Raises `NotFoundError`.
@@ -153,7 +146,17 @@ class _Reader:
         self._wanted = wanted
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        return _batches(self._plan, self._wanted, partition)
+        """Yield the record batches of a range of sequences. Spark calls it in a task."""
+        if not isinstance(partition, Range):
+            return  # Spark makes one of its own where there is nothing to read
+        columns = ColumnConverter(self._wanted, self._plan.layout, reading=self._plan.reading)
+        matches = _matcher(self._plan)
+        for chunk in _chunks(self._plan, partition):
+            messages = chunk.only(list(map(matches, chunk))) if matches else chunk
+            if not all(messages.data):
+                messages = messages.only([not is_marker(message) for message in messages])
+            if messages:
+                yield columns.batch(messages)
 
 
 class BatchReader(_Reader, DataSourceReader):
@@ -297,20 +300,6 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return self._seen or self._stream_info()
 
 
-def _batches(plan: ReadPlan, wanted: StructType, partition: InputPartition) -> Iterator[Any]:
-    """Yield the record batches of a range of sequences. Spark calls it in a task."""
-    if not isinstance(partition, Range):
-        return  # Spark makes one of its own where there is nothing to read
-    columns = ColumnConverter(wanted, plan.layout, reading=plan.reading)
-    matches = _matcher(plan)
-    for chunk in _chunks(plan, partition):
-        messages = chunk.only(list(map(matches, chunk))) if matches else chunk
-        if not all(messages.data):
-            messages = messages.only([not is_marker(message) for message in messages])
-        if messages:
-            yield columns.batch(messages)
-
-
 def _chunks(plan: ReadPlan, range: Range) -> Iterator[Chunk]:
     """Yield the messages of a range in order, each once, also where reading was interrupted in between.
 
@@ -337,19 +326,21 @@ def _chunks(plan: ReadPlan, range: Range) -> Iterator[Chunk]:
                     _left_in(connection, plan, range, first)
                 return
         except UnavailableError as error:
-            if _waits_for_others(error):
-                left = tries(PATIENCE_SECONDS, now=time.monotonic())
-            if (wait := left.next_wait(time.monotonic())) is None:
-                raise
-            time.sleep(wait)
+            left = _wait(left, error)
 
 
-def _waits_for_others(error: UnavailableError) -> bool:
-    """Return whether a read begins when one of another task ends, which may take long, and warn of it."""
-    if error.code != error_codes.CONSUMER_EXISTS:
-        return False
-    logger.warning("a read waits for others to end: %s", error)
-    return True
+def _wait(left: Tries, error: UnavailableError) -> Tries:
+    """Wait until a request is repeated, and return the retries that are left. Raises the error where there are none.
+
+    A read that begins when one of another task ends, which may take long, has all of them again.
+    """
+    if error.code == error_codes.CONSUMER_EXISTS:
+        logger.warning("a read waits for others to end: %s", error)
+        left = tries(PATIENCE_SECONDS, now=time.monotonic())
+    if (wait := left.next_wait(time.monotonic())) is None:
+        raise error
+    time.sleep(wait)
+    return left
 
 
 def _left_in(

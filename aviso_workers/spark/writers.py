@@ -4,31 +4,41 @@ Spark makes the writers by `data_source`, pickles them, runs `write` in tasks, a
 on the driver. `rows` makes the messages and their ids; the engine's publisher does the rest, as for any
 other notification: stream, headers, waiting and trying again. Ids that are made of the content need no comparison with
 what the stream discards, since it can only be the same row. With ids of a column each row is answered by itself, and
-`duplicates` compares. A task makes the stream at most before its first row: what is missing later was deleted, with all
-that had been stored in it, and `QueryRecord` says so of the earlier batches of a streaming query.
+`check_discarded` compares: a stream discards by the id alone, and without this an id that two rows share would cost one
+of them. A task makes the stream at most before its first row: what is missing later was deleted, with all that had been
+stored in it, and `QueryRecord` says so of the earlier batches of a streaming query.
+
+Dead letters of a write are the rows that are not notifications, each named and kept with its reason in Parquet. What is
+wrong shows for a batch of rows at a time, so a batch that is refused is divided until each row of it that is wrong
+stands alone. Their directory goes through Arrow's file systems, because a task has no JVM: a path that driver and
+executors share, or a URL of HDFS, S3 or Google's storage.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, fields
-from typing import TypeVar
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 import pyarrow as pa
 from msgspec import Struct, structs
+from pyarrow import fs
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
-from pyspark.sql.datasource import (
-    DataSourceArrowWriter,
-    DataSourceStreamArrowWriter,
-    WriterCommitMessage,
-)
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
+from aviso_workers import files
+from aviso_workers.aviso import codec
 from aviso_workers.aviso.codec import is_marker
-from aviso_workers.backends import Backend, OutgoingChunk, PubAck
+from aviso_workers.backends import Backend, Message, OutgoingChunk, PubAck
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
 from aviso_workers.engine.key_value import RetryingKeyValue
@@ -39,20 +49,28 @@ from aviso_workers.errors import (
     DuplicateIdError,
     InvalidNotificationError,
     NotFoundError,
+    PipelineError,
     RefusedError,
     UnavailableError,
 )
 from aviso_workers.events import Events
 from aviso_workers.jetstream.answers import EXPECTED_LAST, MESSAGE_ID
-from aviso_workers.spark import dead_letters, duplicates, offsets
+from aviso_workers.spark import offsets
 from aviso_workers.spark.connections import BlockingConnection, connected, load_config, tries
-from aviso_workers.spark.dead_letters import RefusedRows
 from aviso_workers.spark.options import WriteOptions
 from aviso_workers.spark.rows import ColumnIds, ContentIds, Rows
 from aviso_workers.state.query_records import bucket_of, key_of
 
 TYPES = {"int": "BIGINT", "str": "STRING"}
 QUERY, BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
+READ_GAP = 200
+"""So many messages are read in about the time of asking for one more."""
+READ_FEW = 10
+"""Less than this is asked for one by one: a reading has to be set up."""
+REASON = "reason"
+MAX_SHOWN = 200
+"""Characters of a row in an error."""
+DIGEST_BYTES = 16
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -112,8 +130,8 @@ class _RowWriter:
         tasks = [message for message in messages if isinstance(message, WrittenRows)]
         if len(streams_seen := sorted({task.created for task in tasks if task.created})) > 1:
             raise _deleted(self._writing.event, streams_seen[-1])
-        if files := [task.dead_letters for task in tasks if task.dead_letters]:
-            dead_letters.check_present(str(self._writing.dead_letters), files)
+        if paths := [task.dead_letters for task in tasks if task.dead_letters]:
+            check_dead_letters_present(str(self._writing.dead_letters), paths)
         level = logging.WARNING if any(task.duplicates or task.refused for task in tasks) else logging.INFO
         logger.log(level, _summary(self._writing, tasks))
         if unrecorded := next((task.unrecorded for task in tasks if task.unrecorded), ""):
@@ -196,7 +214,7 @@ class _Task:
         """Store the rows of a record batch. Raises `InvalidNotificationError` and `DuplicateIdError`, which name the
         row.
         """
-        parts = list(dead_letters.divided(batch, self._messages))
+        parts = list(divided(batch, self._messages))
         for place, made in parts:  # before any row is sent
             if isinstance(made, InvalidNotificationError):
                 self._refuse(batch, place, made)
@@ -250,7 +268,7 @@ class _Task:
         if not discarded:
             return
         try:
-            replaced = self._connection.call(duplicates.check, self._backend, self._spec.name, chunk, discarded)
+            replaced = self._connection.call(check_discarded, self._backend, self._spec.name, chunk, discarded)
         except DuplicateIdError as error:
             raise DuplicateIdError(f"{self._row(batch, first + error.place)}: {error}") from error
         if self._writing.on_duplicate == "fail":
@@ -319,7 +337,7 @@ class _Task:
 
     def _row(self, batch: pa.RecordBatch, place: int) -> str:
         number = self._written.rows + place
-        return f"row {number} of partition {self._partition} {dead_letters.excerpt(batch.slice(place, 1))}"
+        return f"row {number} of partition {self._partition} {excerpt(batch.slice(place, 1))}"
 
 
 def _summary(writing: WriteOptions, tasks: Sequence[WrittenRows]) -> str:
@@ -444,3 +462,171 @@ class QueryRecord:
             "with a new checkpoint (in foreachBatch also with another queryId); or, to go on without what is gone, "
             f"delete the key {self._key} of the KV bucket {self._bucket.name}"
         )
+
+
+async def check_discarded(backend: Backend, stream: str, chunk: OutgoingChunk, discarded: Mapping[int, int]) -> int:
+    """Compare discarded rows with the messages of their ids, and return how many cannot be compared, because a newer
+    message of their topic replaced theirs.
+
+    `discarded` has the place in the chunk of each, and the sequence of the message that has its id. Raises
+    `DuplicateIdError`, whose `place` is that of the row, where the message has other content or is gone.
+    """
+    stored = await _stored_messages(backend, stream, sorted(set(discarded.values())))
+    replaced = 0
+    for place, sequence in discarded.items():
+        message = stored.get(sequence)
+        if message is None:
+            await _check_replaced(backend, stream, chunk, place=place, sequence=sequence)
+            replaced += 1
+        elif not _is_alike(message, chunk, place):
+            raise DuplicateIdError(
+                f"id {chunk.message_ids[place]!r}: the row was not stored; message {sequence} of stream {stream} has "
+                "the id and holds other content",
+                place=place,
+            )
+    return replaced
+
+
+async def _stored_messages(backend: Backend, stream: str, sequences: Sequence[int]) -> dict[int, Message]:
+    """Return the messages of ascending sequences by sequence, without those that are deleted."""
+    wanted, found = set(sequences), dict[int, Message]()
+    for first, last, count in _close_runs(sequences):
+        if count < READ_FEW:
+            continue
+        reading = backend.read_chunks(stream, filter_subjects=(), start_sequence=first, last_sequence=last)
+        async with aclosing(reading):
+            async for chunk in reading:
+                found |= {message.sequence: message for message in chunk if message.sequence in wanted}
+    for sequence in wanted - found.keys():  # a replica that is behind does not have them, and the leader may
+        message = await backend.message(stream, sequence)
+        if message is not None:
+            found[sequence] = message
+    return found
+
+
+def _close_runs(sequences: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of sequences that are close to each other: the first, the last, and how many there are."""
+    begin = 0
+    for place in range(1, len(sequences) + 1):
+        if place == len(sequences) or sequences[place] - sequences[place - 1] > READ_GAP:
+            yield sequences[begin], sequences[place - 1], place - begin
+            begin = place
+
+
+async def _check_replaced(backend: Backend, stream: str, chunk: OutgoingChunk, *, place: int, sequence: int) -> None:
+    """Raise `DuplicateIdError` unless the stream limits the messages of a topic, and has a newer one of the row's
+    topic.
+    """
+    info = await backend.stream_info(stream)
+    if info.config.max_msgs_per_subject > 0:
+        newest = await backend.message(stream, last_by_subject=chunk.subjects[place])
+        if newest is not None and newest.sequence > sequence:
+            return
+    raise DuplicateIdError(
+        f"id {chunk.message_ids[place]!r}: the row was not stored; the stream knows the id from message {sequence} of "
+        f"stream {stream}, which is gone. Write it again when the stream's duplicate window is over",
+        place=place,
+    )
+
+
+def _is_alike(message: Message, chunk: OutgoingChunk, place: int) -> bool:
+    if message.subject != chunk.subjects[place] or _spatial(message.headers) != _spatial(chunk.headers[place]):
+        return False
+    return message.data == chunk.data[place] or _decoded(message.data) == _decoded(chunk.data[place])
+
+
+def _spatial(headers: Mapping[str, str] | None) -> list[str | None]:
+    """Return the spatial headers of a notification: the only headers that are part of what it says."""
+    return [(headers or {}).get(header) for header in (codec.BBOX_HEADER, *codec.SPATIAL_HEADERS.values())]
+
+
+def _decoded(data: bytes) -> object:
+    """Return a payload decoded from JSON, so that different spellings are equal; the bytes where it is not JSON."""
+    try:
+        return msgspec.json.decode(data)
+    except codec.UNREADABLE_JSON:
+        return data
+
+
+def divided(
+    batch: pa.RecordBatch, messages_of: Callable[[pa.RecordBatch], OutgoingChunk], *, first: int = 0
+) -> Iterator[tuple[int, OutgoingChunk | InvalidNotificationError]]:
+    """Yield the messages of a batch in order, a chunk at a time, and for each row that is wrong its error.
+
+    With each comes the number of its first row, which for that of the batch is `first`.
+    """
+    try:
+        made = messages_of(batch)
+    except InvalidNotificationError as error:
+        if len(batch) == 1:
+            yield first, error
+            return
+        middle = len(batch) // 2
+        yield from divided(batch.slice(0, middle), messages_of, first=first)
+        yield from divided(batch.slice(middle), messages_of, first=first + middle)
+        return
+    yield first, made
+
+
+def excerpt(row: pa.RecordBatch) -> str:
+    """Return the beginning of a row as text, for an error message."""
+    text = str(row.to_pylist()[0])
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+class RefusedRows:
+    """The refused rows of one task. `save` writes them to a file that is named by a digest of their content.
+
+    So a task that is run again with the same rows writes the same file, and one that has other rows writes another.
+    """
+
+    def __init__(self, directory: str, *, task: str) -> None:
+        self._directory = directory
+        self._digest = blake2b(task.encode(), digest_size=DIGEST_BYTES)
+        self._rows: list[pa.RecordBatch] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, row: pa.RecordBatch, reason: str) -> None:
+        self._digest.update(repr((row.to_pylist(), reason)).encode())
+        self._rows.append(row.append_column(REASON, pa.array([reason])))
+
+    def save(self) -> str:
+        """Write the file, or nothing where no row was refused; return its path or an empty text."""
+        if not self._rows:
+            return ""
+        from pyarrow import parquet  # takes a tenth of a second, and most tasks refuse nothing
+
+        system, directory = _located(self._directory)
+        path = f"{directory}/{self._digest.hexdigest()}.parquet"
+        # An earlier attempt may have left the same file, whole or cut short by a power cut: it is written again.
+        partial = f"{directory}/_{uuid.uuid4().hex}.parquet"  # readers of tables pass over names like this
+        system.create_dir(directory)
+        parquet.write_table(pa.Table.from_batches(self._rows), partial, filesystem=system)
+        if is_local := isinstance(system, fs.LocalFileSystem):
+            with open(partial, "rb+") as written:
+                files.sync(written)
+        system.move(partial, path)
+        if is_local:
+            files.sync_directory(Path(directory))
+        return path
+
+
+def check_dead_letters_present(directory: str, paths: list[str]) -> None:
+    """Raise `PipelineError` where this process does not see a file that a task has written."""
+    system, _ = _located(directory)
+    for found in system.get_file_info(paths):
+        if found.type != fs.FileType.File:
+            raise PipelineError(
+                f"deadLetters: {found.path} was written by an executor, and the driver finds no such file; give a "
+                "directory or a URL that all of them share"
+            )
+
+
+def _located(directory: str) -> tuple[Any, str]:
+    """Return the file system of a directory or URL, and the path in that file system."""
+    if "://" in directory:
+        system, path = fs.FileSystem.from_uri(directory)
+        return system, path.rstrip("/")
+    return fs.LocalFileSystem(), os.path.abspath(directory)

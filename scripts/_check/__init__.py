@@ -85,9 +85,9 @@ class Modules:
             return needed
         needed |= {".".join([*folders[:depth], "conftest"]) for depth in range(2, len(folders) + 1)}
         needed |= set(re.findall(r"\baviso_(?:workers|agents)(?:\.\w+)*", text))
-        for command, modules in COMMANDS.items():
+        for command, module in COMMANDS.items():
             if f'"{command}"' in text or f"aviso-workers {command}" in text:
-                needed |= {f"aviso_workers.cli.{each}" for each in modules}
+                needed.add(f"aviso_workers.cli.{module}")
         return needed | set(filter(_is_package, self._files)) if RUNS_ANYTHING.search(text) else needed
 
 

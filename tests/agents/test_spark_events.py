@@ -32,7 +32,7 @@ from aviso_workers.errors import (
     UnknownEventTypeError,
 )
 from aviso_workers.events import Event, Measured, Published
-from aviso_workers.spark import duplicate_window, job_events
+from aviso_workers.spark import job_events, listeners
 from aviso_workers.spark.job_events import SparkApplication
 from tests import forgeries
 from tests.stories.processes import Server
@@ -568,7 +568,7 @@ async def test_events_that_the_server_forgets_soon_are_stored_once(
     async with story.following():
         await story.arrived(1)
         await shorten_duplicate_window(story.app)
-        monkeypatch.setattr(duplicate_window, "CACHE_SECONDS", 0.0)
+        monkeypatch.setattr(listeners, "CACHE_SECONDS", 0.0)
         await story.publish_as_a_listener(job_start(0))
         await anyio.sleep(2 * WINDOW_SECONDS)  # by the server's clock, which tells nobody when it forgets
         log.jobs(2)
@@ -581,7 +581,7 @@ async def test_an_event_that_spark_logs_long_after_a_listener_published_it_is_st
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spark has an event in a buffer until it flushes its log, and the agent may begin meanwhile."""
-    monkeypatch.setattr(duplicate_window.DuplicateWindow, "half_seconds", constantly(3600.0))
+    monkeypatch.setattr(listeners.DuplicateWindow, "half_seconds", constantly(3600.0))
     log = story.log()
     async with story.following():
         await story.positions.signal.until(lambda: story.positions.put_to != [])

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from rich.console import Console
 
 from aviso_workers.aviso.codec import Message
-from aviso_workers.cli import agents, backup, consumers, dead_letters, report, streams, streams_policy
+from aviso_workers.cli import agents, backup, consumers, dead_letters, report, streams
 from aviso_workers.cli import server as server_commands
 from aviso_workers.cli.output import table
 from aviso_workers.ops.agent_report import AgentRow
@@ -38,7 +38,7 @@ def tables() -> dict[str, tuple[Sequence[str], Rows]]:
         ),
         "streams gaps": (streams.GAPS, [("3", "5", "3"), ("1000007", "1000007", "1")]),
         "streams plan": (
-            streams_policy.PLAN,
+            streams.PLAN,
             [
                 ("MARS", "", "update", "max_age: 30d -> 7d"),
                 ("MARS", "display", "create", ""),
@@ -51,7 +51,7 @@ def tables() -> dict[str, tuple[Sequence[str], Rows]]:
             ],
         ),
         "streams show": (
-            streams_policy.POLICY,
+            streams.POLICY,
             [
                 ("max_age", "30d", "unlimited", "NO", "notification_schema.mars.storage_policy.retention_time"),
                 ("replicas", "3", "3", "yes", "notification_backend.jetstream.replicas"),

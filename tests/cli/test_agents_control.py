@@ -18,7 +18,7 @@ import pytest
 from aviso_workers import App
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.backends.buckets import open_existing
-from aviso_workers.cli import agents_control
+from aviso_workers.cli import agents as agents_command
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control
 from aviso_workers.ops.audit import Audit, this_user
@@ -303,7 +303,7 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         def now(cls, tz: tzinfo | None = None) -> Behind:
             return super().now(tz) - timedelta(hours=2)
 
-    for module in (agents_control, agent_control):
+    for module in (agents_command, agent_control):
         monkeypatch.setattr(module, "datetime", Behind, raising=False)
 
 

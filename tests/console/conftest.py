@@ -21,7 +21,7 @@ from aviso_workers.config import Config, load
 from aviso_workers.config.secrets import Secret
 from aviso_workers.config.settings import Console, ConsoleUser
 from aviso_workers.console import overview, web
-from aviso_workers.console.serve import serve
+from aviso_workers.console.web import serve
 from aviso_workers.server import NatsServer
 from aviso_workers.telemetry import status
 from aviso_workers.testing import Harness, harness

@@ -20,7 +20,7 @@ from aviso_workers.config.settings import Console, ConsoleProxy, ConsoleUser
 from aviso_workers.console import web
 from aviso_workers.console.access import Access
 from aviso_workers.console.actions import ACTIONS
-from aviso_workers.console.serve import MAX_REQUESTS
+from aviso_workers.console.web import MAX_REQUESTS
 from aviso_workers.errors import ConfigError
 from aviso_workers.state.own_streams import AUDIT
 from aviso_workers.telemetry import status as status_port

@@ -10,8 +10,8 @@ from msgspec import structs
 
 from aviso_workers.aviso.codec import Message
 from aviso_workers.config import load
-from aviso_workers.console import causes
-from aviso_workers.console.causes import Cause, Causes, Values
+from aviso_workers.console import dead_letters
+from aviso_workers.console.dead_letters import Cause, Causes, Values
 from aviso_workers.ops.dead_letters import Selection
 from aviso_workers.state.dead_letter_records import DeadLetter
 from tests.contract.settings import app_config
@@ -63,7 +63,7 @@ def test_values_are_told_as_one_a_range_or_how_many(values: list[str], text: str
 
 
 def test_so_many_values_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causes, "MOST_VALUES", 2)
+    monkeypatch.setattr(dead_letters, "MOST_VALUES", 2)
     found = Values()
     for value in ("1", "2", "2", "3"):
         found.add(value)
@@ -88,8 +88,8 @@ def test_a_reason_that_nobody_of_us_has_written_is_told_as_it_is() -> None:
 
 def test_bars_show_when_there_were_how_many() -> None:
     (cause,) = collected(*[dead_letter(minute=minute) for minute in (0, 1, 43, 43, 43, 43)])
-    assert cause.bars == [0.5, *[0.0] * (causes.BARS - 2), 1.0]
-    (short,) = collected(dead_letter(), dead_letter(minute=causes.BARS - 1))
+    assert cause.bars == [0.5, *[0.0] * (dead_letters.BARS - 2), 1.0]
+    (short,) = collected(dead_letter(), dead_letter(minute=dead_letters.BARS - 1))
     assert short.bars == [], "in so short a time they would show nothing"
 
 

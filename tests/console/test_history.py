@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aviso_workers.console.history import POINTS, STEP_SECONDS, Recent, sparkline, spoken
+from aviso_workers.console.overview import POINTS, STEP_SECONDS, Recent, sparkline, spoken
 
 INDEX, OTHER = ("field", "index"), ("field", "other")
 

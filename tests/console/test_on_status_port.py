@@ -19,7 +19,7 @@ import pytest
 from aviso_workers import App
 from aviso_workers.backends import open_backend
 from aviso_workers.config import Config, settings
-from aviso_workers.console import serve as serving
+from aviso_workers.console import web as serving
 from aviso_workers.errors import ConfigError
 from aviso_workers.server import NatsServer
 from aviso_workers.telemetry.status import STUCK_SECONDS

@@ -20,7 +20,7 @@ from msgspec import structs
 from aviso_workers import App, Notification, Notify, RetryPolicy
 from aviso_workers.backends import Admin, Backend
 from aviso_workers.config import Config
-from aviso_workers.console import dead_letters, serve, web
+from aviso_workers.console import dead_letters, web
 from aviso_workers.console import shown as shown_values
 from aviso_workers.console.pages import PAGES
 from aviso_workers.errors import UnavailableError
@@ -535,7 +535,7 @@ async def until_live(client: httpx.AsyncClient) -> None:
 
 
 async def test_a_request_whose_head_does_not_come_is_given_up(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(web, "HEAD_SECONDS", 0.2)
     async with served(config) as console:
         port = int(console.url.rpartition(":")[2])
         with anyio.fail_after(PATIENCE_SECONDS):

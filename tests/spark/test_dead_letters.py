@@ -11,10 +11,9 @@ from pyarrow import parquet
 
 from aviso_workers.backends import OutgoingChunk
 from aviso_workers.errors import InvalidNotificationError, PipelineError
-from aviso_workers.spark import dead_letters
-from aviso_workers.spark.dead_letters import RefusedRows
+from aviso_workers.spark import writers
 from aviso_workers.spark.options import WriteOptions
-from aviso_workers.spark.writers import BatchWriter, WrittenRows
+from aviso_workers.spark.writers import BatchWriter, RefusedRows, WrittenRows
 
 
 def batch_of(*steps: int) -> pa.RecordBatch:
@@ -32,7 +31,7 @@ def messages_of(batch: pa.RecordBatch) -> OutgoingChunk:
 def test_each_row_that_is_wrong_stands_alone_and_the_others_keep_their_order(steps: tuple[int, ...]) -> None:
     good: list[int] = []
     wrong: list[int] = []
-    for place, made in dead_letters.divided(batch_of(*steps), messages_of):
+    for place, made in writers.divided(batch_of(*steps), messages_of):
         if isinstance(made, OutgoingChunk):
             assert list(map(int, made.subjects)) == list(steps[place : place + len(made)])
             good += map(int, made.subjects)
@@ -74,9 +73,9 @@ def test_a_file_that_a_power_cut_has_left_empty_is_written_again(tmp_path: Path)
 
 
 def test_a_row_is_cut_in_an_error() -> None:
-    assert dead_letters.excerpt(batch_of(1)) == "{'step': 1}"
+    assert writers.excerpt(batch_of(1)) == "{'step': 1}"
     long = pa.RecordBatch.from_pydict({"payload": ["x" * 1000]})
-    assert len(dead_letters.excerpt(long)) == dead_letters.MAX_SHOWN + len("...")
+    assert len(writers.excerpt(long)) == writers.MAX_SHOWN + len("...")
 
 
 class TestTheEndOfAWrite:

@@ -12,7 +12,7 @@ from aviso_workers.backends import Backend, OutgoingChunk
 from aviso_workers.backends.in_memory import InMemoryBackend
 from aviso_workers.errors import DuplicateIdError
 from aviso_workers.jetstream.specs import StreamSpec
-from aviso_workers.spark import duplicates
+from aviso_workers.spark import writers
 
 pytestmark = pytest.mark.anyio
 COUNT = 40
@@ -45,7 +45,7 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
 async def test_the_same_content_is_no_mistake_however_it_is_spelled(backend: Backend) -> None:
     again = chunk(data=[b'{"a":1}', b'{ "a": 1 }'] * (COUNT // 2))
 
-    assert await duplicates.check(backend, "MARS", again, await discarded(backend, again)) == 0
+    assert await writers.check_discarded(backend, "MARS", again, await discarded(backend, again)) == 0
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ async def test_other_content_is_named(backend: Backend, other: dict[str, Any]) -
     again = chunk(**other)
 
     with pytest.raises(DuplicateIdError, match=f"id 'id {COUNT - 1}': the row was not stored") as refused:
-        await duplicates.check(backend, "MARS", again, await discarded(backend, again))
+        await writers.check_discarded(backend, "MARS", again, await discarded(backend, again))
     assert refused.value.place == COUNT - 1
 
 
@@ -69,7 +69,7 @@ async def test_what_is_gone_cannot_be_compared(backend: Backend) -> None:
     await backend.delete_message("MARS", 3)
 
     with pytest.raises(DuplicateIdError, match="from message 3 of stream MARS, which is gone") as refused:
-        await duplicates.check(backend, "MARS", chunk(), found)
+        await writers.check_discarded(backend, "MARS", chunk(), found)
     assert refused.value.place == 2
 
 
@@ -79,4 +79,4 @@ async def test_what_a_newer_message_replaced_is_counted(backend: Backend) -> Non
     await backend.publish_many(list(newer.each("MARS"))[:5], timeout_seconds=1)
     keeps_newest = (await backend.stream_info("MARS")).config["max_msgs_per_subject"] == 1
 
-    assert await duplicates.check(backend, "MARS", chunk(), found) == (5 if keeps_newest else 0)
+    assert await writers.check_discarded(backend, "MARS", chunk(), found) == (5 if keeps_newest else 0)

@@ -26,7 +26,7 @@ from aviso_workers.backends import open_backend
 from aviso_workers.errors import InvalidIdentifierError, PipelineError
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.server import NatsServer
-from aviso_workers.spark import archive_filters, archives, backfill, completeness, sessions
+from aviso_workers.spark import archives, backfill, completeness, sessions
 from aviso_workers.spark.archives import ArchivedFile
 from aviso_workers.spark.backfill import Backfilled
 from aviso_workers.spark.completeness import Reported
@@ -455,7 +455,7 @@ class TestArchive:
         def archive(**filters: str) -> None:
             options = place.options(startingOffsets="earliest", **{f"where.{name}": filters[name] for name in filters})
             stream = place.spark.readStream.format("aviso").options(**options).load()
-            selected = archive_filters.selection(options)
+            selected = archives.selection(options)
             run_to_its_end(lambda: archives.archive(stream, self.path(place), selection=selected))
 
         self.archive(place, **{"where.step": "1"})  # as an older version, which wrote nothing of it down
