@@ -1,6 +1,6 @@
 """Functions that authors declare to run around each call of their agents: before it, after it, and where it fails.
 
-Pure. `engine.call_scope` runs it, beside the resources that are opened for each call.
+Pure. `engine.calls` runs it, beside the resources that are opened for each call.
 """
 
 from __future__ import annotations

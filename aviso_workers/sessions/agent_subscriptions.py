@@ -28,10 +28,14 @@ from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import MAX_PREFETCH, Flow
-from aviso_workers.engine.handlers.batch import BatchHandler
-from aviso_workers.engine.handlers.one import Guard, HandlerContext, NotificationHandler
-from aviso_workers.engine.handlers.outputs import Outputs
-from aviso_workers.engine.handlers.stream import StreamHandler
+from aviso_workers.engine.handlers import (
+    BatchHandler,
+    Guard,
+    HandlerContext,
+    NotificationHandler,
+    Outputs,
+    StreamHandler,
+)
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.outages import KeyGate, Outage
 from aviso_workers.engine.publisher import Publisher
@@ -203,7 +207,7 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
         """Return what calls the agent's function of `on_dead_letter`, if it has one."""
         if not agent.dead_letter_functions:
             return None
-        from aviso_workers.engine.handlers.dead_letters import DeadLetterCalls
+        from aviso_workers.engine.dead_letter_calls import DeadLetterCalls
 
         running = agent.running(agent.dead_letter_functions[0])
         readers = reader, NotificationReader(agent.event_type, event_type, payload_type=bytes)

@@ -24,7 +24,7 @@ from aviso_workers.declare.limits import Slots
 from aviso_workers.declare.verdicts import Failure, Retry
 from aviso_workers.engine import calls, singletons
 from aviso_workers.engine.flow import Flow
-from aviso_workers.engine.handlers.one import Guard, Step
+from aviso_workers.engine.handlers import Guard, Step
 from aviso_workers.engine.leases import Lease
 from aviso_workers.errors import BackendError
 from aviso_workers.events import Events
