@@ -57,9 +57,9 @@ from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.state.versions import Versions
 
 if TYPE_CHECKING:
-    from aviso_workers.features.limits.rates import KeyLimit
+    from aviso_workers.features.limits import KeyLimit
     from aviso_workers.features.traces import Spans
-    from aviso_workers.features.windows.handler import WindowHandler
+    from aviso_workers.features.windows import WindowHandler
 
 ORDERED_PREFETCH = 1000
 """Deliveries that may wait with an ordered agent: more than its concurrency, because what waits behind
@@ -221,7 +221,7 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
         """Return the agent's limits, in the order in which they are asked, and what makes its calls."""
         if not agent.policy.limits:
             return [], None
-        from aviso_workers.features.limits.places import guard_of, limits_of
+        from aviso_workers.features.limits import guard_of, limits_of
 
         limits = limits_of(agent, app=self.app, topic=topic, backend=self.backend, events=self.events)
         return limits, guard_of(limits)
@@ -230,7 +230,7 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
         """Return what closes the windows of an agent that has some."""
         if context.agent.policy.window is None:
             return None
-        from aviso_workers.features.windows.handler import WindowHandler
+        from aviso_workers.features.windows import WindowHandler
 
         return WindowHandler(
             context,

@@ -236,7 +236,7 @@ class Session:
         """Return the app's tables, connected while they are entered."""
         if not tables:
             return nullcontext()
-        from aviso_workers.features.tables.store import Tables
+        from aviso_workers.features.tables import Tables
 
         return Tables(tables, self.backend, app=self._app, config=self._config, own_streams=self.own_streams)
 

@@ -1,5 +1,5 @@
 """The leases of an app: of the leader of its timers, of who closes windows, and of calls that may run at once.
-`engine.leases` and `features.limits.places` write them.
+`engine.leases` and `features.limits` write them.
 """
 
 from __future__ import annotations

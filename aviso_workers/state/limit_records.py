@@ -1,4 +1,4 @@
-"""What the workers of an app have leased of the limits that they keep together. `features.limits.rates` writes it."""
+"""What the workers of an app have leased of the limits that they keep together. `features.limits` writes it."""
 
 from __future__ import annotations
 

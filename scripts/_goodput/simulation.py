@@ -31,7 +31,7 @@ from aviso_workers.engine.flow import MAX_PREFETCH, Flow
 from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.outages import Outage
 from aviso_workers.events import Events
-from aviso_workers.features.windows.handler import CHECK_SECONDS
+from aviso_workers.features.windows import CHECK_SECONDS
 from aviso_workers.sessions.agent_subscriptions import ORDERED_PREFETCH
 
 KEYS = 100

@@ -18,7 +18,7 @@ from aviso_workers.engine import flow
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import LeadershipHindered, LeadershipUnhindered, Settled
-from aviso_workers.features.limits import rates as limits
+from aviso_workers.features import limits
 from aviso_workers.state import limit_records
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
