@@ -47,9 +47,8 @@ from aviso_workers.engine.leases import Lease, Outage
 from aviso_workers.errors import BackendError, ConflictError, UndecodableError
 from aviso_workers.events import Events
 from aviso_workers.jetstream.key_value import Entry
-from aviso_workers.state import lease_records, limit_records
-from aviso_workers.state.lease_records import LEASE_SECONDS, SLOTS
-from aviso_workers.state.limit_records import LeasedTokens
+from aviso_workers.state import lease_records
+from aviso_workers.state.lease_records import LEASE_SECONDS, SLOTS, LeasedTokens
 
 CHUNK_SECONDS = 0.5
 """For how long of the limit's time a worker leases calls at most, and how far ahead."""
@@ -136,7 +135,7 @@ class KeyLimit:
                 self._tasks.start_soon(self._serve_all, key)
 
     def _record_of(self, key: Key) -> str:
-        return limit_records.key_of(self._agent.name, self.limit.by, key)
+        return lease_records.limit_key_of(self._agent.name, self.limit.by, key)
 
     async def work(self) -> None:
         """Run beside the agent; never returns."""
@@ -223,8 +222,8 @@ class _Leased:
 class RateTokens(KeyLimit):
     """A rate that the workers keep together."""
 
-    bucket_of = staticmethod(limit_records.bucket_of)
-    ttl_seconds = limit_records.KEPT_SECONDS
+    bucket_of = staticmethod(lease_records.limits_bucket_of)
+    ttl_seconds = lease_records.LIMITS_KEPT_SECONDS
 
     def __init__(self, limit: Rate, **given: Any) -> None:
         super().__init__(limit, **given)

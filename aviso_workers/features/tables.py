@@ -31,7 +31,7 @@ from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config
 from aviso_workers.declare.seen import SeenList
 from aviso_workers.declare.tables import PAGES, Counter, Table
-from aviso_workers.engine import idempotency, singletons
+from aviso_workers.engine import publisher, singletons
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue, retried
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, OutcomeUnknownError, UnavailableError
 from aviso_workers.features.seen import SeenPages
@@ -82,7 +82,7 @@ class AppliedNotifications:
                 f"table {self._table!r}: once= takes the notification that an agent handles now, found "
                 f"{notification!r:.100}"
             )
-        handling = idempotency.handling()
+        handling = publisher.handling()
         if handling is None or not handling.handles(notification.sequence, notification.topic):
             raise DeclarationError(
                 f"table {self._table!r}: once= takes the notification that an agent handles now, found "
@@ -107,7 +107,7 @@ class AppliedNotifications:
         None where the update was applied before. Raises `OutcomeUnknownError` where it is not known any more whether it
         was.
         """
-        handling = idempotency.handling()
+        handling = publisher.handling()
         assert handling is not None, "only within `once`"
         known = read_json(header.encode(), AppliedHeader) if header else AppliedHeader(secrets.token_hex(4), {})
         listed = known.agents.get(handling.agent, SeenList())

@@ -27,7 +27,7 @@ from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued
 from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.flow import MAX_PREFETCH, Flow
+from aviso_workers.engine.flow import MAX_PREFETCH, Flow, Isolation
 from aviso_workers.engine.handlers import (
     BatchHandler,
     Guard,
@@ -36,7 +36,6 @@ from aviso_workers.engine.handlers import (
     Outputs,
     StreamHandler,
 )
-from aviso_workers.engine.isolation import Isolation
 from aviso_workers.engine.outages import KeyGate, Outage
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.redeliveries import Redeliveries

@@ -68,10 +68,8 @@ from aviso_workers.events import (
 from aviso_workers.features import delayed_delivery
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.sessions.agent_subscriptions import AgentSubscriptions
-from aviso_workers.sessions.hindrances import OBSERVED, Hindrances
-from aviso_workers.sessions.worker_recorder import WorkerRecorder
+from aviso_workers.sessions.worker_recorder import OBSERVED, Hindrances, WorkerRecorder
 from aviso_workers.state import (
-    code_versions,
     consumer_records,
     declarations,
     delayed_messages,
@@ -316,7 +314,7 @@ class Session:
                         runs=self.runs,
                         hindrances=hindrances,
                         timers=tuple(timer.name for timer in timers),
-                        code=code_versions.of_app(app),
+                        code=declarations.code_version(app),
                     )
                     watching.start_soon(recorder.keep_recorded)
                 if begun is not None:

@@ -49,7 +49,8 @@ from aviso_workers.spark.connections import BlockingConnection, connected, load_
 from aviso_workers.spark.dead_letters import RefusedRows
 from aviso_workers.spark.options import WriteOptions
 from aviso_workers.spark.rows import ColumnIds, ContentIds, Rows
-from aviso_workers.state.query_records import bucket_of, key_of
+from aviso_workers.state.bucket_names import bucket_of_queries as bucket_of
+from aviso_workers.state.bucket_names import key_of_query as key_of
 
 TYPES = {"int": "BIGINT", "str": "STRING"}
 QUERY, BATCH = "sql.streaming.queryId", "streaming.sql.batchId"

@@ -23,7 +23,7 @@ from aviso_workers.config import Config
 from aviso_workers.declare import timers
 from aviso_workers.declare.verdicts import OtherVersionError
 from aviso_workers.engine import acknowledging, leases
-from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.flow import Isolation
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UndecodableError
 from aviso_workers.events import (
     AgentDisturbed,
