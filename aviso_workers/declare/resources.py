@@ -197,11 +197,6 @@ def mistakes(
     return found
 
 
-def opened_by_workers(resources: Sequence[Resource]) -> list[Resource]:
-    """Return what each worker opens once, in order. Raises as `in_order` does."""
-    return in_order([resource for resource in resources if resource.scope == "worker"])
-
-
 def in_order(resources: Sequence[Resource]) -> list[Resource]:
     """Return what is needed before what needs it. Raises `DeclarationError` where there is no such order."""
     by_type = {resource.gives: resource for resource in resources}

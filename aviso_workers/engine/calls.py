@@ -1,8 +1,8 @@
 """Running an author's code: what it returns, or the failure that it ends in.
 
 Whatever an author's code raises is a failure of what it was called for, also what ends a program elsewhere
-(`SystemExit`, `KeyboardInterrupt`). Signals do not arrive here as exceptions: `serve` listens to them. Nor does an exit
-in a task that the code has started: it ends the event loop (`worker.process`).
+(`SystemExit`, `KeyboardInterrupt`). Signals do not arrive here as exceptions: `worker.ending` hears them. Nor does an
+exit in a task that the code has started: it ends the event loop (`worker.process`).
 
 Only we can cancel the code, at its timeout or when the worker stops. A cancellation that begins inside, such as that of
 a task which the code awaits, would pass for one of ours and end the worker's tasks one by one, without a word: it is a

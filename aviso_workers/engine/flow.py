@@ -1,8 +1,8 @@
 """The deliveries in flight of one agent in one worker: what its consumers are asked for, and what they have delivered.
 
-It is the shell around `dispatch`, which says what begins next. `feeds` puts arrivals in, a handler takes them out, and
-the settler says when one is done. Here is what a pure machine cannot do: handlers that wait for something to begin,
-reports to the server, and the backpressure towards it.
+It is the shell around `dispatch`, which says what begins next. `subscription` puts arrivals in, a handler takes them
+out, and the settler says when one is done. Here is what a pure machine cannot do: handlers that wait for something to
+begin, reports to the server, and the backpressure towards it.
 
 A server delivers a message to another worker when `ack_wait` passes without an ack or a report of progress, so
 `heartbeat` reports every delivery that is held as in progress. A process that was paused, or cut off, has reported

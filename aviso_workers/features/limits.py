@@ -40,6 +40,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.limits import Rate, Slots
 from aviso_workers.declare.verdicts import Failure, Retry
 from aviso_workers.engine import calls, singletons
+from aviso_workers.engine.attempts import key_of
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.handlers import Guard, Step
 from aviso_workers.engine.key_value import RetryingKeyValue
@@ -361,14 +362,14 @@ class Places(KeyLimit):
             if place.free:
                 place.delivery, place.unused = delivery, anyio.Event()
                 place.used += 1
-                self._taken[_id(delivery)] = place
+                self._taken[key_of(delivery)] = place
                 return True
         return False
 
     def release(self, delivery: Delivery) -> None:
-        place = self._taken.get(_id(delivery))
+        place = self._taken.get(key_of(delivery))
         if place is not None and place.delivery is delivery:
-            del self._taken[_id(delivery)]
+            del self._taken[key_of(delivery)]
             place.delivery = None
             place.unused.set()
             if place.free:
@@ -474,10 +475,6 @@ class Places(KeyLimit):
             entry = await self._bucket.get(f"{self._name(key)}/wanted")
             return entry is not None and entry.data != self._ourselves
         return False
-
-
-def _id(delivery: Delivery) -> tuple[int, int]:
-    return delivery.message.sequence, delivery.message.timestamp_ns
 
 
 def limits_of(agent: Agent[Any, Any], **given: Any) -> list[KeyLimit]:

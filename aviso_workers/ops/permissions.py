@@ -143,7 +143,7 @@ def _spark(api: _Api) -> Iterator[str]:
     yield from _storing(api)
     for stream in event_streams(api.config.notification_schema):
         yield from api.read(stream)
-        yield from _bucket(api, bucket_names.bucket_of_queries(stream))
+        yield from _bucket(api, bucket_names.of_queries(stream))
 
 
 def _publishing(api: _Api) -> Iterator[str]:
@@ -255,8 +255,7 @@ def streams_of_worker(app: Router, config: Config, *, opened: Iterable[str] = ()
 def streams_of_spark(config: Config) -> list[StreamSpec]:
     """Return the buckets of Spark's streaming queries."""
     return [
-        _bucket_spec(config, bucket_names.bucket_of_queries(stream))
-        for stream in event_streams(config.notification_schema)
+        _bucket_spec(config, bucket_names.of_queries(stream)) for stream in event_streams(config.notification_schema)
     ]
 
 

@@ -26,7 +26,6 @@ from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued
 from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.failure_recorder import LastFailures
-from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import MAX_PREFETCH, Flow, Isolation
 from aviso_workers.engine.handlers import (
     BatchHandler,
@@ -43,7 +42,7 @@ from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shared_filters import SharedFilter
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.singletons import SingletonCalls
-from aviso_workers.engine.subscription import Handler, Subscription, SubscriptionRun, consumer_spec
+from aviso_workers.engine.subscription import Feed, Handler, Subscription, SubscriptionRun, consumer_spec
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import NotFoundError, UndecodableError
 from aviso_workers.events import Events, Unreadable

@@ -16,6 +16,7 @@ from contextlib import (
 )
 from contextvars import ContextVar
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -295,9 +296,6 @@ class Session:
         hindrances: Hindrances,
         begun: anyio.Event | None,
     ) -> None:
-        async def run_task(task: Task) -> None:
-            await supervise_task(task, clock=self.backend.clock, events=self._events, stop=stop)
-
         known_agents = KnownAgents(self.backend, app=self._app, declared={agent.name for agent in app.agents})
         async with task_group() as watching:
             watching.start_soon(self.backend.connection.failed)
@@ -325,7 +323,9 @@ class Session:
                 if timers:
                     work.start_soon(self._run_timers, timers, stop)
                 for task in tasks:
-                    work.start_soon(run_task, task)
+                    work.start_soon(
+                        partial(supervise_task, task, clock=self.backend.clock, events=self._events, stop=stop)
+                    )
                 await stop.wait()
             watching.cancel_scope.cancel()
 
@@ -535,7 +535,7 @@ async def _opened_resources(
     """
     values: dict[Any, Any] = dict.fromkeys(type(app).__mro__, app) | dict(instead or {})
     async with AsyncExitStack() as stack:
-        for resource in resources.opened_by_workers(declared):
+        for resource in resources.in_order([each for each in declared if each.scope == "worker"]):
             if resource.gives in values:
                 continue
             given = {name: values[wanted] for name, wanted in resource.needs.items()}

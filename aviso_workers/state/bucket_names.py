@@ -52,7 +52,7 @@ async def apps_with(admin: Admin, kind: Kind) -> list[str]:
     return sorted({found.app for bucket in buckets if (found := parse(bucket)) and found.kind == kind})
 
 
-def bucket_of_queries(stream: str) -> str:
+def of_queries(stream: str) -> str:
     """Return the name of the bucket with the records of the queries whose batches are stored in this stream."""
     return f"{OF_QUERIES}{stream}"
 

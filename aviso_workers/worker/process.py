@@ -66,62 +66,48 @@ def run(
     quiet: bool = False,
     ready: Ready | None = None,
 ) -> None:
-    """Run `serve` on an event loop of its own. Raises what it raises, and `LoopEnded` where something else ends it.
+    """Run the app's agents and tasks until SIGTERM, SIGINT or SIGHUP; a second one cancels what still runs.
 
-    From the first signal, or from the end of `serve`, the process has `workers.drain_timeout_seconds` and some seconds
+    The first one is enough while nothing runs because the connection is still being made. A `member` of a fleet also
+    stops when it is recycled, tells its supervisor where its status port is and that it ends in order.
+    Where it is `quiet`, what we log ourselves are warnings and errors only; what the app logs is not changed.
+    From the first signal, or from the end of its work, the process has `workers.drain_timeout_seconds` and some seconds
     more to end; then it ends itself, with the exit code `NOT_ENDED`.
+
+    Raises `BackendError` when the connection cannot be made or is lost for good, `ResourceError` when a resource cannot
+    be opened, `ConfigError`, and `LoopEnded` where something else ends the event loop.
     """
     if member is not None:
         structlog.contextvars.bind_contextvars(process=member.name)
         MEMBER.set(member.name)
     if mistakes := app.mistakes():
         raise ConfigError(mistakes)
-    ending = Ending(drain_timeout_seconds=app.config.workers.drain_timeout_seconds, running=lambda: _running(app))
-    run_loop(
-        lambda: serve(app, ending, status_port=status_port, member=member, quiet=quiet, ready=ready),
-        running=lambda: _running(app),
-    )
+    settings = app.config.workers
+    ending = Ending(drain_timeout_seconds=settings.drain_timeout_seconds, running=lambda: _running(app))
+
+    async def serve() -> None:
+        logs.configure(settings.logging)
+        log.write_from("warning" if quiet else "info")
+        if nothing := app._nothing_to_run():
+            log.warning("config.warning", text=nothing)
+        if settings.console.on_status_port and member is None:
+            log.warning("config.warning", text=ONLY_FLEETS)
+        status = settings.status if status_port is None else structs.replace(settings.status, port=status_port)
+        if member is not None:
+            app.events.listen(member.observe, Acked, Failed)
+            status = structs.replace(status, host="127.0.0.1", port=0)  # the fleet's supervisor asks
+        try:
+            with listening(app, status=status) as listeners:
+                if member is not None:
+                    member.announce(listeners.url)
+                await _work(app, ending, listeners, member, ready)
+                listeners.tell_end()
+        finally:
+            ending.begin()
+
+    run_loop(serve, running=lambda: _running(app))
     if threads_run_on():
         ending.end()
-
-
-async def serve(
-    app: App,
-    ending: Ending,
-    *,
-    status_port: int | None = None,
-    member: FleetMember | None = None,
-    quiet: bool = False,
-    ready: Ready | None = None,
-) -> None:
-    """Run the app's agents and tasks until SIGTERM, SIGINT or SIGHUP; a second one cancels what still runs.
-
-    The first one is enough while nothing runs because the connection is still being made. A `member` of a fleet also
-    stops when it is recycled, tells its supervisor where its status port is and that it ends in order.
-    Where it is `quiet`, what we log ourselves are warnings and errors only; what the app logs is not changed.
-
-    Raises `BackendError` when the connection cannot be made or is lost for good, `ResourceError` when a resource cannot
-    be opened.
-    """
-    settings = app.config.workers
-    logs.configure(settings.logging)
-    log.write_from("warning" if quiet else "info")
-    if nothing := app._nothing_to_run():
-        log.warning("config.warning", text=nothing)
-    if settings.console.on_status_port and member is None:
-        log.warning("config.warning", text=ONLY_FLEETS)
-    status = settings.status if status_port is None else structs.replace(settings.status, port=status_port)
-    if member is not None:
-        app.events.listen(member.observe, Acked, Failed)
-        status = structs.replace(status, host="127.0.0.1", port=0)  # the fleet's supervisor asks
-    try:
-        with listening(app, status=status) as listeners:
-            if member is not None:
-                member.announce(listeners.url)
-            await _work(app, ending, listeners, member, ready)
-            listeners.tell_end()
-    finally:
-        ending.begin()
 
 
 def _running(app: App) -> list[str]:

@@ -25,7 +25,7 @@ from tests.waits import PATIENCE_SECONDS, flushed
 pytestmark = pytest.mark.anyio
 
 OWN, OTHER = (delayed_messages.stream_of(stream) for stream in ("MARS", "MARS_EXTRA"))
-OWN_BUCKET, OTHER_BUCKET = (bucket_names.bucket_of_queries(stream) for stream in ("MARS", "MARS_EXTRA"))
+OWN_BUCKET, OTHER_BUCKET = (bucket_names.of_queries(stream) for stream in ("MARS", "MARS_EXTRA"))
 
 
 @asynccontextmanager
