@@ -88,11 +88,7 @@ class Hindrances:
     @property
     def found(self) -> list[Hindrance]:
         """The connection first, then what else the worker lacks, then what its agents lack."""
-        return sorted(self._found.values(), key=_rank)
-
-
-def _rank(hindrance: Hindrance) -> tuple[bool, bool]:
-    return hindrance.agent != WORKER, hindrance.of != CONNECTION
+        return sorted(self._found.values(), key=lambda each: (each.agent != WORKER, each.of != CONNECTION))
 
 
 AWAY, SHUT, PINNED = "away", "shut", "pinned"
