@@ -32,7 +32,7 @@ from aviso_workers.aviso.notifications import Notification, Notify, Receipt
 from aviso_workers.backends import KeyValue, Opening, open_backend
 from aviso_workers.config import Config, Examined, completed, examine
 from aviso_workers.config.documents import YamlNode
-from aviso_workers.declare import around, durations, outgoing, outputs, resources
+from aviso_workers.declare import around, durations, outputs, resources
 from aviso_workers.declare.agents import (
     Agent,
     Declaration,
@@ -527,7 +527,7 @@ class App(Router[S]):
 
     def check(self, notification: Notify) -> None:
         """Raise `InvalidNotificationError` if `notify` would refuse it before sending. Needs no connection."""
-        encode(self.config, outgoing.changed(self._outgoings, notification))
+        encode(self.config, around.changed_by(self._outgoings, notification))
 
     async def watch(
         self,

@@ -71,9 +71,8 @@ from aviso_workers.declare.tables import PROCESS, Table
 from aviso_workers.declare.timers import Timer
 from aviso_workers.declare.verdicts import GivenUp
 from aviso_workers.declare.windows import Window
-from aviso_workers.engine.call_scope import Opened
+from aviso_workers.engine.calls import Opened, in_thread
 from aviso_workers.engine.key_value import CachedKeyValue
-from aviso_workers.engine.threads import in_thread
 from aviso_workers.errors import (
     AvisoWorkersError,
     BackendError,

@@ -97,7 +97,7 @@ NOT_RUN = {
     ("README.md", "./scripts/demo "): "is the demo, which tests/stories/test_demo.py runs, and the whole test run",
     ("docs/architecture.md", "  TOOLS "): SHOWN,
     ("docs/architecture.md", "  backends/jetstream/wire.py "): SHOWN,
-    ("docs/architecture.md", "  engine/handlers/one.py "): SHOWN,
+    ("docs/architecture.md", "  engine/handlers.py "): SHOWN,
     ("docs/aviso.md", "scripts/init_nats.sh"): "tests/stories/test_installation.py runs it where it finds its server",
     ("docs/concepts.md", "identifier "): SHOWN,
     ("docs/embedding.md", "WARNING "): SHOWN,

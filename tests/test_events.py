@@ -24,7 +24,7 @@ from aviso_workers.events import (
     all_kinds,
     unheard,
 )
-from aviso_workers.sessions import hindrances
+from aviso_workers.sessions import worker_recorder
 from aviso_workers.telemetry import logs, metrics
 
 UP = ConnectionChanged(connected=True, reason="")
@@ -50,7 +50,7 @@ def test_each_class_of_facts_says_how_it_is_logged() -> None:
 
 
 def test_each_class_of_facts_is_listened_to_by_a_worker_unless_it_says_that_it_is_not() -> None:
-    heard = {*logs.OBSERVED, *logs.COUNTED, *metrics.OBSERVED, *hindrances.OBSERVED}
+    heard = {*logs.OBSERVED, *logs.COUNTED, *metrics.OBSERVED, *worker_recorder.OBSERVED}
     unheard_ones = {kind for kind in all_kinds() if kind.lines is unheard}
     assert {*all_kinds()} - heard == unheard_ones
 

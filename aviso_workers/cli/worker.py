@@ -12,7 +12,7 @@ from aviso_workers.cli.targets import CONFIG, INSTALLED_AGENT, TARGET, ConfigSou
 from aviso_workers.errors import ConfigError
 from aviso_workers.worker import fleet, process
 from aviso_workers.worker.fleet import FleetPlan
-from aviso_workers.worker.fleet_process import FleetMember, RecycleLimits
+from aviso_workers.worker.process import FleetMember, RecycleLimits
 
 STATUS_PORT = option(
     "PORT",

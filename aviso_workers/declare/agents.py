@@ -26,11 +26,10 @@ from aviso_workers.aviso.literals import AnyDuration, Filter
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.config.documents import YamlNode
 from aviso_workers.declare import around, durations, event_types, resources, timers
-from aviso_workers.declare.around import Around
+from aviso_workers.declare.around import Around, Changing
 from aviso_workers.declare.batches import Batch, Batching, Stream
 from aviso_workers.declare.dependencies import PATIENCE, Dependency
 from aviso_workers.declare.limits import Rate, Slots, identifier_fields, limits_in_order
-from aviso_workers.declare.outgoing import Changing
 from aviso_workers.declare.resources import Resource, Scope
 from aviso_workers.declare.retry import LONGEST_DELAY_SECONDS, RetryPolicy
 from aviso_workers.declare.tables import Counter, Table

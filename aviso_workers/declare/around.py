@@ -1,6 +1,8 @@
-"""Functions that authors declare to run around each call of their agents: before it, after it, and where it fails.
+"""Functions that authors declare to run around each call of their agents: before it, after it, and where it fails;
+and functions of `outgoing`, which see what their app is about to publish, and change it.
 
-Pure. `engine.call_scope` runs it, beside the resources that are opened for each call.
+Pure. `engine.calls` runs the former, beside the resources that are opened for each call. `engine.publisher` asks the
+latter before anything of a notification is checked.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from aviso_workers.aviso import literals
-from aviso_workers.aviso.notifications import Notification
+from aviso_workers.aviso.notifications import Notification, Notify
 from aviso_workers.declare import resources
 from aviso_workers.declare.batches import Batch, Stream
 from aviso_workers.declare.resources import Resource
 from aviso_workers.declare.windows import Window
-from aviso_workers.errors import DeclarationError
+from aviso_workers.errors import DeclarationError, InvalidNotificationError, describe
 
 FORMS = (Notification, Batch, Window)
+Changing = Callable[[Notify], Notify | None]
+"""A function of `outgoing`; None leaves the notification as it is."""
 
 
 class Called(Protocol):
@@ -149,3 +153,21 @@ def _other_form(around: Around, agent: Called) -> str:
 
 def _spelled(taking: Called) -> str:
     return f"{taking.form.__name__}[{resources.spelled(taking.argument_type)}]"
+
+
+def changed_by(functions: Iterable[Changing], wanted: Notify) -> Notify:
+    """Return what the functions make of a notification, one after the other. What is no `Notify` is left as it is.
+
+    Raises `InvalidNotificationError` where a function raises, or returns something else.
+    """
+    for function in functions if isinstance(wanted, Notify) else ():
+        who = f"{wanted.event_type}: {getattr(function, '__name__', function)}, a function of outgoing,"
+        try:
+            returned: object = function(wanted)
+        except Exception as error:
+            raise InvalidNotificationError(f"{who} raised {describe(error)}") from error
+        if isinstance(returned, Notify):
+            wanted = returned
+        elif returned is not None:
+            raise InvalidNotificationError(f"{who} returned {returned!r:.100}: return a Notify, or None to leave it")
+    return wanted

@@ -1,6 +1,6 @@
 """The notifications in what an agent's function returns or yields, and what its code says of them before it runs.
 
-`engine.handlers.outputs` publishes them. Whatever a function returns is published, or says that there is nothing to
+`engine.handlers` publishes them. Whatever a function returns is published, or says that there is nothing to
 publish (None, an `Ack`, the `Receipt` of what is stored), or fails the call. The annotation is judged by the same
 rules: `App.mistakes` asks, and the doctor. What a function calls inside of other functions is not looked at.
 """

@@ -2,7 +2,7 @@
 
 Pure. A resource is a generator function, async as a rule, that yields one value and closes it afterwards, or a function
 that returns one which needs no closing. What it gives is what its return annotation says. `sessions.session` opens
-those that a worker opens once, `engine.call_scope` those that are opened for each call of a function.
+those that a worker opens once, `engine.calls` those that are opened for each call of a function.
 """
 
 from __future__ import annotations
@@ -195,11 +195,6 @@ def mistakes(
     except DeclarationError as error:
         found.append(str(error))
     return found
-
-
-def opened_by_workers(resources: Sequence[Resource]) -> list[Resource]:
-    """Return what each worker opens once, in order. Raises as `in_order` does."""
-    return in_order([resource for resource in resources if resource.scope == "worker"])
 
 
 def in_order(resources: Sequence[Resource]) -> list[Resource]:

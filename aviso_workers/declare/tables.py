@@ -1,7 +1,7 @@
 """Tables and counters: state that all workers of an app share, kept on the server.
 
 Declared on an app or a router, at work inside `async with app:`. Here is what an author calls: keys of any text, typed
-values, and compare-and-set. Where it is kept, tried again and cached is `features.tables.store`.
+values, and compare-and-set. Where it is kept, tried again and cached is `features.tables`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ counted, windows are closed, one is done. What is known for all keys is a `Windo
 counted that the states do not list any more is on pages (`seen`).
 
 All windows of an agent have one size and begin at one interval, which the progress has from the first worker: a worker
-whose code states others is refused. So a window is known by its end. `features.windows.handler` keeps all of these
+whose code states others is refused. So a window is known by its end. `features.windows` keeps all of these
 where all workers find them, and says when a window closes. Times are seconds since 1970 UTC.
 """
 

@@ -77,7 +77,7 @@ class Failures:
 
     def recall(self, delivery: Delivery) -> PriorRecord | None:
         """Return the record without a request, where the delivery before failed in this process; else None."""
-        given_back = self._given_back.pop(_key(delivery), None)
+        given_back = self._given_back.pop(key_of(delivery), None)
         if given_back is None:
             return None
         record, last_delivered = given_back
@@ -85,7 +85,7 @@ class Failures:
 
     async def read(self, delivery: Delivery) -> PriorRecord:
         """Return what is known of a notification that was delivered before."""
-        key = _key(delivery)
+        key = key_of(delivery)
         entry = await self._try(lambda values: values.get(self._name(key)))
         failures, ended, away_since = self._numbers(entry) if entry else (0, 0, 0)
         unstored = self._unstored.get(key)
@@ -102,14 +102,14 @@ class Failures:
 
     async def begin(self, delivery: Delivery, *, alone: bool) -> None:
         """Record that its handler begins, so that it is known which notification may have ended this process."""
-        key = _key(delivery)
+        key = key_of(delivery)
         self._begun.add(key)
         self._begun_here.add(key)
         await self._write_began(key, failure_counts.ALONE if alone else failure_counts.BESIDE_OTHERS)
 
     async def clear(self, delivery: Delivery) -> None:
         """Remove the record that its handler began: it does not run any more, and this process lives."""
-        key = _key(delivery)
+        key = key_of(delivery)
         self._begun_here.discard(key)
         if key in self._begun:
             self._begun.discard(key)
@@ -140,7 +140,7 @@ class Failures:
         next attempt is run alone again.
         """
         self._keep_for(LONGEST_WAITS * again_in_seconds)
-        key = _key(delivery)
+        key = key_of(delivery)
         failures, ended = before.failures + 1, before.ended + (not kept or worker_died)
 
         def counted(stored: bool) -> None:
@@ -169,17 +169,17 @@ class Failures:
         """Record since when what a notification needs is away, so that patience ends, whichever worker has it."""
         self._keep_for(LONGEST_WAITS * WHOLE_SECONDS)
         value = _value(record.failures, record.ended, record.away_since)
-        await self._counted.write(self._name(_key(delivery)), value, then=_nothing)
+        await self._counted.write(self._name(key_of(delivery)), value, then=_nothing)
 
     def note_postponed(self, delivery: Delivery, record: PriorRecord) -> None:
         """Note that a delivery is given back although no handler has begun: that explains why it comes again."""
         postponed = structs.replace(record, ended=record.ended + 1)
-        _remember(self._given_back, _key(delivery), (postponed, delivery.num_delivered))
+        _remember(self._given_back, key_of(delivery), (postponed, delivery.num_delivered))
 
     async def forget(self, delivery: Delivery, record: PriorRecord) -> None:
         """Forget the failures of a delivery that is settled."""
         await self.clear(delivery)
-        key = _key(delivery)
+        key = key_of(delivery)
         self._unstored.pop(key, None)
         if record.failures or record.away_since:
             await self._counted.write(self._name(key), None, then=_nothing)
@@ -251,7 +251,8 @@ def _value(failures: int, ended: int, away_since: float) -> bytes:
     return (f"{failures}" if ended == failures else f"{failures} {ended}").encode()
 
 
-def _key(delivery: Delivery) -> Key:
+def key_of(delivery: Delivery) -> Key:
+    """Return what tells a notification from all others of its stream."""
     return delivery.message.sequence, delivery.message.timestamp_ns
 
 

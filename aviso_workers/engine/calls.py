@@ -1,8 +1,8 @@
 """Running an author's code: what it returns, or the failure that it ends in.
 
 Whatever an author's code raises is a failure of what it was called for, also what ends a program elsewhere
-(`SystemExit`, `KeyboardInterrupt`). Signals do not arrive here as exceptions: `serve` listens to them. Nor does an exit
-in a task that the code has started: it ends the event loop (`worker.loops`).
+(`SystemExit`, `KeyboardInterrupt`). Signals do not arrive here as exceptions: `worker.ending` hears them. Nor does an
+exit in a task that the code has started: it ends the event loop (`worker.process`).
 
 Only we can cancel the code, at its timeout or when the worker stops. A cancellation that begins inside, such as that of
 a task which the code awaits, would pass for one of ours and end the worker's tasks one by one, without a word: it is a
@@ -12,23 +12,34 @@ nothing that it returned counts.
 What the code sets of context variables, such as a tenant or what structlog binds, holds for its call and not for the
 next one of the same task. A task for each call would do that, and costs ten times as much as an `in_context`.
 
-A child that the code has forked ends here (`forks`).
+A child that the code has forked, and that comes back from the code, is a copy of the worker. It would go on as the
+worker does, on the same connection and with the same event loop, whose list of sockets it shares with its parent: the
+parent would hear of no message any more. So it ends here, where the author's code has ended in it, or waits for
+something on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import suppress
+import os
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import Context, copy_context
 from functools import partial
-from types import coroutine
-from typing import Any, TypeVar, cast
+from types import TracebackType, coroutine
+from typing import Any, NoReturn, TypeVar, cast
 
+import anyio
+import anyio.to_thread
 from anyio.lowlevel import checkpoint_if_cancelled
 
+from aviso_workers.declare import outputs
+from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.around import Around
+from aviso_workers.declare.resources import Needing, Resource
 from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError
-from aviso_workers.engine import forks
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -37,22 +48,48 @@ AWAITS = (
     "a forked child of this worker cannot await: the event loop is its parent's. Run the child's code by "
     "multiprocessing or subprocess, or end it by os._exit before it awaits"
 )
+forked = 0
+"""How many forks lie between the first process and this one. Code in which it changes has forked, and is the child."""
+
+
+def end_child(error: BaseException | None = None) -> NoReturn:
+    """End this process as Python ends one whose program has ended, or has ended in this error; close nothing."""
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        code = 1
+        traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed, or there is none
+            code = code or 1
+    os._exit(code & 0xFF)
+
+
+def _count_fork() -> None:
+    global forked
+    forked += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 
 async def call(function: Callable[[A], Awaitable[R]], argument: A) -> R:
     """Return what the function returns, unless it was cancelled meanwhile; then be cancelled."""
     returned: R | None
-    generation = forks.generation
+    generation = forked
     try:
         returned = await function(argument)
-        if forks.generation != generation:
-            forks.end_child()
+        if forked != generation:
+            end_child()
         if (task := asyncio.current_task()) and task.cancelling():
             await _raise_cancellation()
         return returned
     except BaseException as error:
-        if forks.generation != generation:
-            forks.end_child(error)
+        if forked != generation:
+            end_child(error)
         raise
     finally:
         returned = None  # it may be a failure: the frames of its traceback lead to this one, and would be kept with it
@@ -71,14 +108,14 @@ async def attempt_apart(step: Callable[[A], Awaitable[R]], argument: A) -> R | F
 @coroutine
 def in_context(context: Context, function: Callable[[A], Awaitable[R]], argument: A) -> Generator[Any, Any, R]:
     """Return what the function returns, which runs in this context and in the present task."""
-    run, generation = context.run, forks.generation
+    run, generation = context.run, forked
     called = function(argument)  # kept in a variable: `worker.ending` reads in it where the code waits
     steps = called.__await__()
     try:
         awaited = run(next, steps)
         while True:
-            if forks.generation != generation:
-                forks.end_child(RuntimeError(AWAITS))
+            if forked != generation:
+                end_child(RuntimeError(AWAITS))
             try:
                 answer = yield awaited
             except BaseException as error:
@@ -95,7 +132,7 @@ def runner(step: Callable[[A], Awaitable[R]]) -> Callable[[A], Awaitable[R | Fai
     """Return what does `attempt` with this step, for many calls from this task and no other."""
     task = asyncio.current_task()
     assert task is not None
-    return partial(_attempt, step, task, forks.generation)
+    return partial(_attempt, step, task, forked)
 
 
 async def _attempt(
@@ -104,8 +141,8 @@ async def _attempt(
     returned: R | None
     try:
         returned = await step(argument)
-        if forks.generation != generation:
-            forks.end_child()
+        if forked != generation:
+            end_child()
         if task.cancelling():
             await _raise_cancellation()
         return returned
@@ -117,8 +154,8 @@ async def _attempt(
         await _raise_cancellation()
         return Failure(_cancelled_from_within(error))
     except BaseException as error:
-        if forks.generation != generation:
-            forks.end_child(error)
+        if forked != generation:
+            end_child(error)
         if task.cancelling():
             await _raise_cancellation()
         return Failure(error)
@@ -143,3 +180,97 @@ def _cancelled_from_within(error: BaseException) -> Exception:
     failure = RuntimeError("cancelled from within: something that it awaited was cancelled")
     failure.__cause__ = error
     return failure.with_traceback(error.__traceback__)
+
+
+def in_thread(agent: Agent[Any, Any]) -> Callable[..., Awaitable[object]]:
+    """Return an async function that runs the agent's plain function in a thread.
+
+    The thread runs on when the call is cancelled (`timeouts`).
+    """
+    limiter = anyio.CapacityLimiter(agent.policy.concurrency)
+
+    async def call(argument: Any, **resources: Any) -> object:
+        run = partial(_run_in_thread, partial(agent.function, argument, **resources))
+        returned = await anyio.to_thread.run_sync(run, limiter=limiter, abandon_on_cancel=True)
+        if not isinstance(returned, Failure):
+            return returned
+        try:
+            raise returned.error
+        finally:
+            del returned  # else the error, whose traceback has this frame, would be kept until the next collection
+
+    return call
+
+
+def _run_in_thread(function: Callable[[], object]) -> object:
+    """Return what the function returns, or its failure: an exception that a future hands on is kept by it, and the
+    future by a frame of the exception's traceback. A `GeneratorExit` would be taken for the end of who waits.
+    """
+    generation = forked
+    try:
+        returned = function()
+        # A lazy output, such as a `map`, still has to run the author's code: in this thread as well.
+        returned = list(outputs.each_of(returned)) if isinstance(returned, Iterator) else returned
+        if forked != generation:
+            end_child()
+        return returned
+    except BaseException as error:
+        if forked != generation:
+            end_child(error)
+        return Failure(error)
+
+
+@asynccontextmanager
+async def around(needing: Needing, called_with: Mapping[type, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Open what is around a call of an agent or timer, and yield the values of its function's further arguments: the
+    functions of `@app.around`, and the resources of scope `call`.
+
+    An exception that ends the call is raised at the `yield` of each, from the innermost to the outermost. A function of
+    `@app.around` may catch it and end; then the call has succeeded for all that is outside of it. A resource may not
+    decide that: the exception goes on also where a resource catches it, because the notification would be acked, and so
+    lost, when a resource rolls back and forgets to raise the exception again.
+
+    `called_with` has the function's first argument by its form, such as `Notification`; it is empty for a timer.
+    """
+    values: dict[Any, Any] = dict(called_with)
+    async with AsyncExitStack() as stack:
+        for each in needing.around:
+            given = {name: values[wanted] for name, wanted in each.needs.items()}
+            values[each.gives] = await stack.enter_async_context(Opened(each, given))
+        yield {name: values[wanted] for name, wanted in needing.needs.items()}
+
+
+class Opened:
+    """A context manager that runs one of these generators up to its `yield`, and after the block to its end.
+
+    Raises RuntimeError where it does not yield exactly once.
+    """
+
+    def __init__(self, resource: Resource, given: Mapping[str, Any]) -> None:
+        self._resource = resource
+        self._generator: Any = resource.function(**given)
+
+    async def __aenter__(self) -> Any:
+        try:
+            return await anext(self._generator)
+        except StopAsyncIteration:
+            raise self._not_once("it did not yield") from None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        try:
+            await (anext(self._generator) if error is None else self._generator.athrow(error))
+        except StopAsyncIteration:
+            return error is not None and isinstance(self._resource, Around)
+        except BaseException as raised:
+            # A StopAsyncIteration that leaves a generator is turned into a RuntimeError with it as the cause.
+            if raised is error or (isinstance(error, StopAsyncIteration) and raised.__cause__ is error):
+                error.__traceback__ = traceback
+                return False
+            raise
+        await self._generator.aclose()
+        raise self._not_once("it yielded twice")
+
+    def _not_once(self, found: str) -> RuntimeError:
+        return RuntimeError(f"{self._resource.label} has to yield once: {found}")

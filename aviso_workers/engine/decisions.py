@@ -28,6 +28,7 @@ from aviso_workers import clocks
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Backend, BulkKeyValue, Delivery, Entry
 from aviso_workers.backends.buckets import open_existing
+from aviso_workers.engine.attempts import Key, key_of
 from aviso_workers.engine.flow import Flow
 from aviso_workers.errors import BackendError, ConflictError, DeniedError, UndecodableError, line_of
 from aviso_workers.state import failure_counts, orders
@@ -35,8 +36,6 @@ from aviso_workers.state.failure_counts import DECIDED, KEPT_SECONDS, Outcome, T
 from aviso_workers.state.orders import Decision
 
 T = TypeVar("T")
-Key = tuple[int, int]
-"""Sequence and store time of a notification."""
 
 LOOK_SECONDS = 1.0
 DENIED_SECONDS = 60.0
@@ -117,12 +116,12 @@ class Decisions:
         found it; None where nothing was.
         """
         self._know(_Known(delivery))
-        found = self._found.get(_key(delivery))
+        found = self._found.get(key_of(delivery))
         return None if found is None else found.decision
 
     async def read(self, delivery: Delivery) -> None:
         """Find what was decided about a notification that another worker has given back."""
-        key = _key(delivery)
+        key = key_of(delivery)
         if found := await self._open_in(await self._order(key)):
             self._found[key] = found
 
@@ -130,7 +129,7 @@ class Decisions:
         self, delivery: Delivery, outcome: Outcome, *, error: BaseException | None = None, again_in_seconds: float = 0.0
     ) -> None:
         """Note how an attempt of a notification ended, and tell that to whoever has decided about it."""
-        key = _key(delivery)
+        key = key_of(delivery)
         if (known := self._known.get(key)) is None:
             return
         end = _End(
@@ -288,7 +287,7 @@ class Decisions:
     def _know(self, known: _Known) -> None:
         if not self._known:
             self._changed.set()
-        key = _key(known.delivery)
+        key = key_of(known.delivery)
         self._known.pop(key, None)
         self._known[key] = known
         if len(self._known) > MAX_KNOWN:
@@ -306,7 +305,3 @@ class Decisions:
 
     def _now(self) -> datetime:
         return clocks.utc_now(self._clock)
-
-
-def _key(delivery: Delivery) -> Key:
-    return delivery.message.sequence, delivery.message.timestamp_ns

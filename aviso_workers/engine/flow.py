@@ -1,8 +1,8 @@
 """The deliveries in flight of one agent in one worker: what its consumers are asked for, and what they have delivered.
 
-It is the shell around `dispatch`, which says what begins next. `feeds` puts arrivals in, a handler takes them out, and
-the settler says when one is done. Here is what a pure machine cannot do: handlers that wait for something to begin,
-reports to the server, and the backpressure towards it.
+It is the shell around `dispatch`, which says what begins next. `subscription` puts arrivals in, a handler takes them
+out, and the settler says when one is done. Here is what a pure machine cannot do: handlers that wait for something to
+begin, reports to the server, and the backpressure towards it.
 
 A server delivers a message to another worker when `ack_wait` passes without an ack or a report of progress, so
 `heartbeat` reports every delivery that is held as in progress. A process that was paused, or cut off, has reported
@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -30,8 +31,7 @@ from msgspec import structs
 
 from aviso_workers.backends import Consumer, Delivery, Message
 from aviso_workers.clocks import Clock, ScheduledCall
-from aviso_workers.engine.dispatch import Dispatch, Limit
-from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.dispatch import ALONE, ASKED, RUNNING, Dispatch, Limit
 from aviso_workers.engine.pace import LONGEST_SECONDS, Pace
 
 TURN_SECONDS = 0.005
@@ -53,6 +53,9 @@ PUT_OFF_SECONDS = 10.0
 """How long one that is to run alone is put off at most: somebody may say before that nothing is away any more."""
 PACED_PREFETCH = 250
 """How many are held while the pace is not free: with 64, what lies behind 500 bad ones came twenty times later."""
+ALONE_SECONDS = 10.0
+"""After this time other handlers begin again, also while the notification still waits for others to end, or runs: one
+that takes an hour must not stop its whole process. It is still the only one that runs under suspicion."""
 
 
 class Flow:
@@ -498,3 +501,70 @@ class Flow:
         """Have the consumers ask for as much as there is capacity for."""
         for consumer in self._consumers.values():
             consumer.refill()
+
+
+class Isolation:
+    """At most one notification of a worker process at a time runs alone: while it does, no other handler begins.
+
+    `redeliveries` asks for it where a notification may end its process, so that nobody else's notification is taken
+    along, and so that it is known which one did it. All flows of a process share it, and obey it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.alone: Delivery | None = None
+        """The notification that waits for the others to end, or runs."""
+        self._clock = clock
+        self._flows: list[Flow] = []
+        self._turn = anyio.Lock()
+        self._free = anyio.Event()
+        self._ended = anyio.Event()
+
+    def join(self, flow: Flow) -> None:
+        """Count what runs in this flow, and let nothing begin there while a notification runs alone."""
+        self._flows.append(flow)
+
+    @asynccontextmanager
+    async def of(self, delivery: Delivery) -> AsyncIterator[None]:
+        """Wait for the others to end; in the block, `delivery` runs alone."""
+        async with self._turn:
+            self.alone = delivery
+            self._free, self._ended = anyio.Event(), anyio.Event()
+            for flow in self._flows:
+                flow.dispatch.isolate(True)
+            reopening = self._clock.call_at(self._clock.monotonic() + ALONE_SECONDS, self._reopen)
+            try:
+                if self._busy():
+                    await self._free.wait()
+                yield
+            finally:
+                self.alone = None
+                reopening.cancel()
+                self._reopen()
+
+    async def ended(self) -> None:
+        """Wait until the notification that runs alone has come to its end, or was given back."""
+        await self._ended.wait()
+
+    def give_up(self) -> None:
+        """Note that the notification which is to run alone has not begun, and will not."""
+        self._ended.set()
+
+    def look(self) -> None:
+        """Note what has changed in a flow: whether others run still, and whether the notification that is to run alone
+        was settled or waits. Behind an earlier one of its key, or for a limit, it gives way to others, and is decided
+        on again."""
+        if self.alone is None:
+            return
+        if self.alone.place not in (ASKED, ALONE, RUNNING):
+            self._ended.set()
+        if not self._busy():
+            self._free.set()
+
+    def _busy(self) -> bool:
+        return any(flow.dispatch.running for flow in self._flows)
+
+    def _reopen(self) -> None:
+        self._free.set()
+        for flow in self._flows:
+            flow.dispatch.isolate(False)
+            flow.wake()

@@ -6,11 +6,13 @@ between attempts happens here and nowhere below.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar, Token
 from datetime import UTC, datetime
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -24,10 +26,10 @@ from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
 from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config, streams
-from aviso_workers.declare import outgoing
-from aviso_workers.declare.outgoing import Changing
+from aviso_workers.declare import around
+from aviso_workers.declare.around import Changing
 from aviso_workers.declare.retry import Backoff, Tries
-from aviso_workers.engine import idempotency, key_orders, singletons
+from aviso_workers.engine import key_orders, singletons
 from aviso_workers.errors import (
     BackendError,
     ConflictError,
@@ -58,6 +60,7 @@ MAX_TOGETHER = 1000
 """A server's own limit of an atomic batch."""
 HEADER_ALLOWANCE = 12 * 1024
 """Bytes that headers may take, also those of the dead letter that it may become, with its subject and an error."""
+DIGEST_BYTES = 12
 
 
 def encode(config: Config, wanted: Notify) -> Message:
@@ -258,7 +261,7 @@ class Publisher:
 
     def _changed(self, given: Notify) -> Notify:
         """Return what the functions of `outgoing` make of a notification. Raises `InvalidNotificationError`."""
-        wanted = outgoing.changed(self.outgoings, given)
+        wanted = around.changed_by(self.outgoings, given)
         if wanted is given or wanted.message_id:
             return wanted
         return structs.replace(wanted, message_id=given.message_id or _given_id([given]))
@@ -299,7 +302,7 @@ class Publisher:
             return (await self._backend.stream_info(schedules.name)).time
 
     def _message_id(self, message: Message, *, when: str = "") -> str:
-        return idempotency.message_id(message, when=when) or self._new_message_id()
+        return message_id(message, when=when) or self._new_message_id()
 
     def _new_message_id(self) -> str:
         return f"{self._nonce}{next(self._numbers):x}"
@@ -346,7 +349,7 @@ class Publisher:
             _require_sound(each)
         if self.outgoings:
             message_id = message_id or _given_id(wanted)
-            wanted = [outgoing.changed(self.outgoings, each) for each in wanted]
+            wanted = [around.changed_by(self.outgoings, each) for each in wanted]
         if any(each.message_id is not None for each in wanted):
             raise InvalidNotificationError(
                 "what is stored together has one message_id, so give it to all and not to one"
@@ -365,7 +368,7 @@ class Publisher:
         _require_printable(checked[0][0].name, message_id)
         one = message_id or self._message_id(_whole([message for _, message in checked]))
         return [
-            self._ready(each.event_type, spec, message, idempotency.id_together(one, number))
+            self._ready(each.event_type, spec, message, id_together(one, number))
             for number, (each, (spec, message)) in enumerate(zip(wanted, checked, strict=True), 1)
         ]
 
@@ -475,11 +478,11 @@ def _given_id(given: Sequence[Notify]) -> str | None:
     """Return the id of what a handler's code has given to be published, before functions of `outgoing` changed it: what
     they add, such as a trace, may be another one when the handler runs again. None outside of a handler, and for what
     is no JSON."""
-    if idempotency.handling() is None:
+    if handling() is None:
         return None
     with suppress(TypeError, ValueError):
         data = payloads.to_json([structs.astuple(each) for each in given])
-        return idempotency.message_id(Message(subject="outgoing", data=data))
+        return message_id(Message(subject="outgoing", data=data))
     return None
 
 
@@ -534,3 +537,104 @@ def _whole_seconds(event_type: str, ttl: object) -> int:
     raise InvalidNotificationError(
         f'{event_type}: ttl must be a duration of whole seconds from 1, such as 60 or "1m", found {ttl!r:.100}'
     )
+
+
+class IdempotencyKeys:
+    """The notifications of one call of an agent; those that it publishes in the `with` block get ids made from these.
+
+    A handler that is run again, because it failed or its worker died, publishes the same under the same ids, and the
+    stream's duplicate window stores it once. The content is part of an id: what differs from the run before is another
+    notification and never taken for a repeat, for one too many does less harm than one that is lost. So is the time of
+    what is handled, because a stream that is recreated counts from 1 again.
+
+    An agent has as many as it makes calls at a time, each around the calls of one task.
+    """
+
+    def __init__(self, *, app: str, agent: str, stream: str) -> None:
+        self.agent = agent
+        self.stream = stream
+        self.updates: set[tuple[str, str, int]] = set()
+        """The table and key of each update that was made once in this call, and the sequence of its notification."""
+        self._prefix = f"{app}.{agent}.{stream}"
+        self._handled: tuple[Message, ...] = ()
+        self._ids: _Ids | None = None
+        self._token: Token[IdempotencyKeys | None]
+
+    def __enter__(self) -> IdempotencyKeys:
+        self._token = _KEYS.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _KEYS.reset(self._token)
+
+    def begin(self, *handled: Message) -> None:
+        """Begin with these messages: they are handled from now on, and nothing has been published for them yet."""
+        self._handled = handled
+        self._ids = None
+        self.updates.clear()
+
+    def also(self, message: Message) -> None:
+        """Add one more message to those that are handled."""
+        self._handled = (*self._handled, message)
+        self._ids = None
+
+    def handles(self, sequence: int, subject: str) -> bool:
+        """Return whether the message of this sequence and subject is handled now."""
+        return any(each.sequence == sequence and each.subject == subject for each in self._handled)
+
+    def begin_with(self, place: str, *, of: str) -> None:
+        """Begin as `begin` does for what is not a message, as a window: `place` is its start, `of` its end and key."""
+        self._ids = _Ids(f"{self._prefix}.{place}", f"{place} {of}")
+
+    def message_id(self, message: Message, *, when: str) -> str | None:
+        """Return the message id of what is published while notifications are handled; None while none is."""
+        if self._ids is None:
+            if not self._handled:
+                return None
+            root = "".join(f"{each.sequence}@{each.timestamp_ns} " for each in self._handled)
+            self._ids = _Ids(f"{self._prefix}.{self._handled[0].sequence}", root)
+        return self._ids.next(message, when)
+
+
+class _Ids:
+    """The message ids of one handling. `root` is all of what is handled, `prefix` tells people of it."""
+
+    def __init__(self, prefix: str, root: str) -> None:
+        self._prefix = prefix
+        self._root = hashlib.blake2b(root.encode(), digest_size=DIGEST_BYTES)
+        self._counts: Counter[bytes] = Counter()
+
+    def next(self, message: Message, when: str) -> str:
+        digest = self._root.copy()
+        digest.update(f"{message.subject} {message.headers} {when}".encode())
+        digest.update(message.data)
+        content = digest.digest()
+        self._counts[content] += 1
+        return f"{self._prefix}.{content.hex()}.{self._counts[content]}"
+
+
+def id_together(message_id: str, number: int) -> str:
+    """Return the id of one of the messages that are stored together under `message_id`; numbers count from 1.
+
+    A stream takes all of them as stored before where it knows one of their ids. So it has a digest that no author gives
+    to a message by chance, as he might give `job.1` beside `job`.
+    """
+    digest = hashlib.blake2b(f"{message_id} {number}".encode(), digest_size=DIGEST_BYTES).hexdigest()
+    return f"{message_id}.{number}.{digest}"
+
+
+_KEYS: ContextVar[IdempotencyKeys | None] = ContextVar("keys", default=None)
+
+
+def handling() -> IdempotencyKeys | None:
+    """Return the keys of the call of an agent that this code is in; None where it is in none."""
+    return _KEYS.get()
+
+
+def message_id(message: Message, *, when: str = "") -> str | None:
+    """Return the id of a message that is published now; None where that is in no handler.
+
+    `when` it is to be delivered, in the handler's own words, is part of its content.
+    """
+    keys = _KEYS.get()
+    return keys.message_id(message, when=when) if keys is not None else None

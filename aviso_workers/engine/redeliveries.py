@@ -4,8 +4,8 @@ A notification whose handler ends its process (a crash in a library, memory used
 held, and the server delivers all of it again. How often it was delivered does not tell it from what was given back by
 workers that stop, or by those of another version. So what came back without a failure begins after a record of that. A
 record that is still there when the notification comes again says that the process ended while it ran. It may have been
-this one: it is run alone (`isolation`), and recorded as such. Where its process ends again, it was this one. That is a
-failure like any other: it counts as an attempt. What never began is run, and counts as nothing.
+this one: it is run alone (`flow.Isolation`), and recorded as such. Where its process ends again, it was this one. That
+is a failure like any other: it counts as an attempt. What never began is run, and counts as nothing.
 
 A message whose body the server has left out, because somebody has edited the consumer (`headers_only`), is read from
 its stream.
@@ -27,7 +27,7 @@ from aviso_workers.declare.verdicts import Failure, Nak, PriorRecord
 from aviso_workers.engine import acknowledging
 from aviso_workers.engine.acknowledging import Settler
 from aviso_workers.engine.dispatch import ASKED, BEHIND, GATE
-from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.flow import Isolation
 from aviso_workers.errors import BackendError, DeliveriesExhaustedError, NotFoundError, SkippedError, WorkerDiedError
 from aviso_workers.events import NotReadAgain, ReadAgain
 

@@ -3,7 +3,7 @@
 An acknowledgement is lost with its connection, or leaves later than `ack_wait` where a handler has stopped the event
 loop. The server delivers the notification again, and handling it again would be a repeat, and with `order_by` one
 behind its successors. So what was settled lately is remembered, and what comes again is acknowledged again.
-`acknowledging` notes what it settles; `feeds` asks here about each delivery of the agent's stream.
+`acknowledging` notes what it settles; `subscription` asks here about each delivery of the agent's stream.
 
 An operator who takes a consumer back (`reset`), or deletes it, wants everything handled again. Of such a consumer
 everything comes as for the first time, but another worker may have been given it before this one. So before anything

@@ -22,9 +22,9 @@ class Shield:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._scopes: set[anyio.CancelScope] = set()
+        self.scopes: set[anyio.CancelScope] = set()
+        """Those of the blocks that are held now."""
         self._timer: ScheduledCall | None = None
-        self._over = False
         self.ended = anyio.Event()
         """Set when the time is over."""
 
@@ -44,22 +44,9 @@ class Shield:
         if self._timer is None:
             self._timer = self._clock.call_at(self._clock.monotonic() + SHIELDED_SECONDS, self._end)
 
-    def open_scope(self) -> anyio.CancelScope:
-        """Return a scope that keeps our cancellation out until the time is over."""
-        scope = anyio.CancelScope(shield=True)
-        if self._over:
-            scope.cancel()
-        self._scopes.add(scope)
-        return scope
-
-    def close_scope(self, scope: anyio.CancelScope) -> None:
-        """Note that nothing runs in it any more."""
-        self._scopes.discard(scope)
-
     def _end(self) -> None:
-        self._over = True
         self.ended.set()
-        for scope in self._scopes:
+        for scope in self.scopes:
             scope.cancel()
 
 
@@ -72,12 +59,16 @@ class _Hold:
         self._shield = shield
 
     async def __aenter__(self) -> None:
-        self._scope = self._shield.open_scope().__enter__()
+        self._scope = scope = anyio.CancelScope(shield=True)  # it keeps our cancellation out until the time is over
+        if self._shield.ended.is_set():
+            scope.cancel()
+        self._shield.scopes.add(scope)
+        scope.__enter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        self._shield.close_scope(self._scope)
+        self._shield.scopes.discard(self._scope)
         suppressed = self._scope.__exit__(kind, error, traceback)
         if self._scope.cancelled_caught:
             await checkpoint()  # raises our own cancellation, which the scope has kept from us

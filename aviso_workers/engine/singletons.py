@@ -3,7 +3,7 @@
 `handlers.one` makes its calls through here; `publisher`, tables and buckets ask before they write. A worker that was
 paused or cut off, or whose consumer has another leader, has lost what it handled: another one may be at it. The call is
 cancelled as soon as that is noticed, and what it publishes meanwhile is refused. The settlement is refused by the
-backend. The same holds for calls of which all workers together make only so many at a time (`features.limits.places`).
+backend. The same holds for calls of which all workers together make only so many at a time (`features.limits`).
 """
 
 from __future__ import annotations

@@ -23,10 +23,9 @@ from aviso_workers.config import Config, streams
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import Ack, Nak, Settlement, Term
 from aviso_workers.engine import acknowledging
-from aviso_workers.engine.feeds import Feed
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.shields import Shield
-from aviso_workers.engine.subscription import Subscription, SubscriptionRun, consumer_spec
+from aviso_workers.engine.subscription import Feed, Subscription, SubscriptionRun, consumer_spec
 from aviso_workers.errors import BackendError, NotFoundError, UndecodableError
 from aviso_workers.events import Events, NotRemoved, Overdue, Published, PublishOutcome, Unreadable
 from aviso_workers.jetstream import answers

@@ -28,7 +28,7 @@ from aviso_workers.clocks import Clock
 from aviso_workers.declare import outputs, timers
 from aviso_workers.declare.timers import Schedule, Tick, Timer
 from aviso_workers.declare.verdicts import Failure
-from aviso_workers.engine import call_scope, calls
+from aviso_workers.engine import calls
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.engine.leases import Lease, Outage, drained
 from aviso_workers.errors import (
@@ -379,7 +379,7 @@ async def _run(timer: Timer[Any, Any], tick: Tick, clock: Clock, events: Events)
     given = {timer.tick_argument: tick} if timer.tick_argument else {}
 
     async def run(given: Mapping[str, Any]) -> None:
-        async with call_scope.opened(timer, {}) as opened:
+        async with calls.around(timer, {}) as opened:
             outputs.refuse_unpublished(f"timer {timer.name!r}", await timer.function(**given, **opened))
 
     returned = await calls.attempt_apart(run, given)

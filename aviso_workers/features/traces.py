@@ -32,7 +32,7 @@ from aviso_workers.declare.batches import Batch, Stream
 from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError
 from aviso_workers.engine.acknowledging import OnDeadLetter
 from aviso_workers.engine.flow import Flow
-from aviso_workers.engine.handlers.one import Guard, Step
+from aviso_workers.engine.handlers import Guard, Step
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.events import Events, Sampled, Settled
 from aviso_workers.version import __version__

@@ -24,11 +24,11 @@ from aviso_workers.declare.tables import Counter
 from aviso_workers.jetstream import identities
 from aviso_workers.jetstream.specs import SCHEDULES, StreamSpec
 from aviso_workers.state import (
+    bucket_names,
     dead_letter_records,
     delayed_messages,
     own_buckets,
     own_streams,
-    query_records,
     table_records,
 )
 from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, RETRIES
@@ -143,7 +143,7 @@ def _spark(api: _Api) -> Iterator[str]:
     yield from _storing(api)
     for stream in event_streams(api.config.notification_schema):
         yield from api.read(stream)
-        yield from _bucket(api, query_records.bucket_of(stream))
+        yield from _bucket(api, bucket_names.of_queries(stream))
 
 
 def _publishing(api: _Api) -> Iterator[str]:
@@ -255,7 +255,7 @@ def streams_of_worker(app: Router, config: Config, *, opened: Iterable[str] = ()
 def streams_of_spark(config: Config) -> list[StreamSpec]:
     """Return the buckets of Spark's streaming queries."""
     return [
-        _bucket_spec(config, query_records.bucket_of(stream)) for stream in event_streams(config.notification_schema)
+        _bucket_spec(config, bucket_names.of_queries(stream)) for stream in event_streams(config.notification_schema)
     ]
 
 

@@ -654,7 +654,7 @@ async def _outputs(
 
 def _origin(given: Mapping[str, str], agents: Collection[AgentHealth]) -> PublishedBy:
     """Return where a notification comes from: our message ids begin with who has published it, and of what it was made
-    (`engine.idempotency`, `spark.job_events`).
+    (`engine.publisher`, `spark.job_events`).
     """
     headers = {name.lower(): value for name, value in given.items()}
     parent = headers.get("traceparent", "").split("-")

@@ -26,13 +26,15 @@ from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued
 from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.failure_recorder import LastFailures
-from aviso_workers.engine.feeds import Feed
-from aviso_workers.engine.flow import MAX_PREFETCH, Flow
-from aviso_workers.engine.handlers.batch import BatchHandler
-from aviso_workers.engine.handlers.one import Guard, HandlerContext, NotificationHandler
-from aviso_workers.engine.handlers.outputs import Outputs
-from aviso_workers.engine.handlers.stream import StreamHandler
-from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.flow import MAX_PREFETCH, Flow, Isolation
+from aviso_workers.engine.handlers import (
+    BatchHandler,
+    Guard,
+    HandlerContext,
+    NotificationHandler,
+    Outputs,
+    StreamHandler,
+)
 from aviso_workers.engine.outages import KeyGate, Outage
 from aviso_workers.engine.publisher import Publisher
 from aviso_workers.engine.redeliveries import Redeliveries
@@ -40,7 +42,7 @@ from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shared_filters import SharedFilter
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.singletons import SingletonCalls
-from aviso_workers.engine.subscription import Handler, Subscription, SubscriptionRun, consumer_spec
+from aviso_workers.engine.subscription import Feed, Handler, Subscription, SubscriptionRun, consumer_spec
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import NotFoundError, UndecodableError
 from aviso_workers.events import Events, Unreadable
@@ -53,9 +55,9 @@ from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.state.versions import Versions
 
 if TYPE_CHECKING:
-    from aviso_workers.features.limits.rates import KeyLimit
+    from aviso_workers.features.limits import KeyLimit
     from aviso_workers.features.traces import Spans
-    from aviso_workers.features.windows.handler import WindowHandler
+    from aviso_workers.features.windows import WindowHandler
 
 ORDERED_PREFETCH = 1000
 """Deliveries that may wait with an ordered agent: more than its concurrency, because what waits behind
@@ -203,7 +205,7 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
         """Return what calls the agent's function of `on_dead_letter`, if it has one."""
         if not agent.dead_letter_functions:
             return None
-        from aviso_workers.engine.handlers.dead_letters import DeadLetterCalls
+        from aviso_workers.engine.dead_letter_calls import DeadLetterCalls
 
         running = agent.running(agent.dead_letter_functions[0])
         readers = reader, NotificationReader(agent.event_type, event_type, payload_type=bytes)
@@ -217,7 +219,7 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
         """Return the agent's limits, in the order in which they are asked, and what makes its calls."""
         if not agent.policy.limits:
             return [], None
-        from aviso_workers.features.limits.places import guard_of, limits_of
+        from aviso_workers.features.limits import guard_of, limits_of
 
         limits = limits_of(agent, app=self.app, topic=topic, backend=self.backend, events=self.events)
         return limits, guard_of(limits)
@@ -226,7 +228,7 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
         """Return what closes the windows of an agent that has some."""
         if context.agent.policy.window is None:
             return None
-        from aviso_workers.features.windows.handler import WindowHandler
+        from aviso_workers.features.windows import WindowHandler
 
         return WindowHandler(
             context,

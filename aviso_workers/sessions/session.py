@@ -16,6 +16,7 @@ from contextlib import (
 )
 from contextvars import ContextVar
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -68,10 +69,8 @@ from aviso_workers.events import (
 from aviso_workers.features import delayed_delivery
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.sessions.agent_subscriptions import AgentSubscriptions
-from aviso_workers.sessions.hindrances import OBSERVED, Hindrances
-from aviso_workers.sessions.worker_recorder import WorkerRecorder
+from aviso_workers.sessions.worker_recorder import OBSERVED, Hindrances, WorkerRecorder
 from aviso_workers.state import (
-    code_versions,
     consumer_records,
     declarations,
     delayed_messages,
@@ -236,7 +235,7 @@ class Session:
         """Return the app's tables, connected while they are entered."""
         if not tables:
             return nullcontext()
-        from aviso_workers.features.tables.store import Tables
+        from aviso_workers.features.tables import Tables
 
         return Tables(tables, self.backend, app=self._app, config=self._config, own_streams=self.own_streams)
 
@@ -297,9 +296,6 @@ class Session:
         hindrances: Hindrances,
         begun: anyio.Event | None,
     ) -> None:
-        async def run_task(task: Task) -> None:
-            await supervise_task(task, clock=self.backend.clock, events=self._events, stop=stop)
-
         known_agents = KnownAgents(self.backend, app=self._app, declared={agent.name for agent in app.agents})
         async with task_group() as watching:
             watching.start_soon(self.backend.connection.failed)
@@ -316,7 +312,7 @@ class Session:
                         runs=self.runs,
                         hindrances=hindrances,
                         timers=tuple(timer.name for timer in timers),
-                        code=code_versions.of_app(app),
+                        code=declarations.code_version(app),
                     )
                     watching.start_soon(recorder.keep_recorded)
                 if begun is not None:
@@ -327,7 +323,9 @@ class Session:
                 if timers:
                     work.start_soon(self._run_timers, timers, stop)
                 for task in tasks:
-                    work.start_soon(run_task, task)
+                    work.start_soon(
+                        partial(supervise_task, task, clock=self.backend.clock, events=self._events, stop=stop)
+                    )
                 await stop.wait()
             watching.cancel_scope.cancel()
 
@@ -537,7 +535,7 @@ async def _opened_resources(
     """
     values: dict[Any, Any] = dict.fromkeys(type(app).__mro__, app) | dict(instead or {})
     async with AsyncExitStack() as stack:
-        for resource in resources.opened_by_workers(declared):
+        for resource in resources.in_order([each for each in declared if each.scope == "worker"]):
             if resource.gives in values:
                 continue
             given = {name: values[wanted] for name, wanted in resource.needs.items()}

@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.engine.subscription import SubscriptionRun
 from aviso_workers.errors import BackendError, RefusedError
-from aviso_workers.events import CONNECTION, Hindrance
+from aviso_workers.events import CONNECTION, WORKER, AgentDisturbed, AgentStarted, Event, Hindrance, all_kinds
 from aviso_workers.jetstream.fields import LONGEST_SAID
 from aviso_workers.jetstream.key_value import encode_key
 from aviso_workers.sessions.agent_subscriptions import at_once
-from aviso_workers.sessions.hindrances import START, Hindrances
+from aviso_workers.state import own_streams
+from aviso_workers.state.own_streams import RETRIES
 from aviso_workers.state.worker_records import (
     MOST_HINDRANCES,
     TTL_SECONDS,
@@ -43,15 +45,54 @@ from aviso_workers.state.worker_records import (
 )
 from aviso_workers.version import __version__
 
+OBSERVED = tuple(kind for kind in all_kinds() if kind.hindrance is not Event.hindrance)
+"""The facts that `Hindrances.observe` is for."""
+START = ""
+"""What an agent lacks that has not begun to read; no stream has such a name."""
 MEMBER: ContextVar[str] = ContextVar("member", default="")
 """The name of this process in its fleet."""
 LOOK_SECONDS = 2.0
 """How often it is looked whether something has changed; nothing is sent."""
 END_SECONDS = 1.0
 """How long a worker that ends takes at most to remove its record."""
+STATM = Path("/proc/self/statm")
+
+
+class Hindrances:
+    """What keeps a worker from being ready, as the facts say it. `/readyz` tells it, and the worker records it.
+
+    A worker is ready when it is connected, every agent reads, also again, is not stuck and can store dead letters,
+    and this worker could lead.
+    """
+
+    def __init__(self, agents: Iterable[str]) -> None:
+        now = datetime.now(UTC)
+        self._found = {(WORKER, CONNECTION): Hindrance(WORKER, CONNECTION, "not connected yet", since=now)}
+        """By agent (or `WORKER`) and by what they are about."""
+        for agent in agents:
+            self._found[agent, START] = Hindrance(agent, START, "has not started", since=now)
+
+    def observe(self, event: Event) -> None:
+        """Note what hinders the worker, or does so no more."""
+        hindrance = event.hindrance()
+        assert hindrance is not None
+        agent, of = hindrance.agent, hindrance.of
+        if isinstance(event, AgentStarted | AgentDisturbed) and not own_streams.app_of(RETRIES, event.stream):
+            self._found.pop((agent, START), None)  # an agent may read what is tried again before its own stream
+        if hindrance.text is None:
+            self._found.pop((agent, of), None)
+        else:
+            before = self._found.get((agent, of))
+            self._found[agent, of] = hindrance._replace(since=before.since if before else datetime.now(UTC))
+
+    @property
+    def found(self) -> list[Hindrance]:
+        """The connection first, then what else the worker lacks, then what its agents lack."""
+        return sorted(self._found.values(), key=lambda each: (each.agent != WORKER, each.of != CONNECTION))
+
+
 AWAY, SHUT, PINNED = "away", "shut", "pinned"
 """What is so of an agent, of which operators are to hear at once."""
-STATM = Path("/proc/self/statm")
 
 
 class WorkerRecorder(Struct, eq=False, dict=True):

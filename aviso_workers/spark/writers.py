@@ -59,7 +59,7 @@ from aviso_workers.spark import offsets
 from aviso_workers.spark.connections import BlockingConnection, connected, load_config, tries
 from aviso_workers.spark.options import WriteOptions
 from aviso_workers.spark.rows import ColumnIds, ContentIds, Rows
-from aviso_workers.state.query_records import bucket_of, key_of
+from aviso_workers.state.bucket_names import key_of_query, of_queries
 
 TYPES = {"int": "BIGINT", "str": "STRING"}
 QUERY, BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
@@ -317,7 +317,7 @@ class _Task:
                 await self._record.store(now)
                 return now
         except RefusedError as error:
-            self._written.unrecorded = f"bucket {bucket_of(self._spec.name)} cannot be used: {error}"
+            self._written.unrecorded = f"bucket {of_queries(self._spec.name)} cannot be used: {error}"
             return await self._ensured()
         if (now := await self._created()) != then:
             raise self._record.lost(then=then, now=now)
@@ -437,8 +437,8 @@ class QueryRecord:
     def __init__(self, backend: Backend, batch: QueryBatch, *, stream: str, patience_seconds: float) -> None:
         self._batch = batch
         self._stream = stream
-        self._bucket = RetryingKeyValue(backend, bucket_of(stream), patience_seconds=patience_seconds, own=True)
-        self._key = key_of(batch.query)
+        self._bucket = RetryingKeyValue(backend, of_queries(stream), patience_seconds=patience_seconds, own=True)
+        self._key = key_of_query(batch.query)
 
     async def created(self) -> str:
         """Return when the stream of earlier batches was created; an empty text where none is recorded.

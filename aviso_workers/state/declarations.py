@@ -11,10 +11,13 @@ after a rollback, gets no second entry: its first one moves to the end.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +26,7 @@ from msgspec import Struct, structs
 from aviso_workers import clocks
 from aviso_workers.aviso import topics
 from aviso_workers.aviso.codec import read_json
-from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso.literals import Duration, printable
 from aviso_workers.aviso.schema import EventType, parse_where
 from aviso_workers.backends import Admin, Backend
 from aviso_workers.config.documents import IN_PYTHON, KeyPlace, YamlNode, node_of
@@ -32,9 +35,9 @@ from aviso_workers.declare.batches import Batch
 from aviso_workers.declare.retry import RetryPolicy
 from aviso_workers.errors import BackendError, UndecodableError
 from aviso_workers.jetstream import key_value
-from aviso_workers.jetstream.fields import Time
+from aviso_workers.jetstream.fields import LONGEST_SAID, Time
 from aviso_workers.jetstream.key_value import Entry, record_of
-from aviso_workers.state import code_versions, consumer_records
+from aviso_workers.state import consumer_records
 from aviso_workers.version import __version__
 
 END, DEPLOYS = "declared", "deploys"
@@ -93,12 +96,12 @@ async def record(
     found = AppDeclarations(
         time=clocks.utc_now(backend.clock),
         version=__version__,
-        modules=tuple(code_versions.modules(*agents)),
+        modules=tuple(modules_of(*agents)),
         agents={agent.name: agent.event_type for agent in agents},
         timers={timer.name: timer.schedule.text for timer in declared.timers},
         tasks=tuple(task.name for task in declared.tasks),
         policies={agent.name: policy(schema, agent) for agent in agents},
-        code=code_versions.digests(code_versions.modules(*agents, *declared.timers, *declared.tasks)),
+        code=digests(modules_of(*agents, *declared.timers, *declared.tasks)),
         event_types={
             name: node_of(schema[name], KeyPlace(rank=IN_PYTHON, line=0, source="")).resolved
             for name in sorted({*(agent.event_type for agent in agents), *(name for name, _ in declared.event_types)})
@@ -186,7 +189,7 @@ def deploys(entries: Iterable[Entry]) -> dict[str, tuple[Deploy, ...]]:
 
 def _noted(kept: tuple[Deploy, ...], known: AppDeclarations | None, found: AppDeclarations) -> tuple[Deploy, ...]:
     """Return the deploys with the one that is `found` at the end."""
-    fingerprint = code_versions.digest(msgspec.json.encode(structs.replace(found, time=datetime.min), order="sorted"))
+    fingerprint = digest_of(msgspec.json.encode(structs.replace(found, time=datetime.min), order="sorted"))
     same = [each for each in kept if each.fingerprint == fingerprint]
     if same and kept[-1] in same:
         return kept
@@ -327,3 +330,42 @@ def _key(app: str) -> str:
 
 def _read_deploys(entry: Entry | None) -> tuple[Deploy, ...]:
     return record_of(entry, tuple[Deploy, ...]) or ()
+
+
+def code_version(app: Any) -> str:
+    """Return which code of an app this is: the version that it gives itself, else that of each distribution that its
+    functions are of, else a digest of their modules; empty where these cannot be read.
+
+    A distribution is found where its name is that of the package.
+    """
+    return printable(app.version or _version_of_modules(modules_of(*app.agents, *app.timers, *app.tasks)))[
+        :LONGEST_SAID
+    ]
+
+
+def _version_of_modules(names: Iterable[str]) -> str:
+    from importlib import metadata  # which takes some milliseconds, and commands need it not
+
+    packages = sorted({name.partition(".")[0] for name in names})
+    with suppress(metadata.PackageNotFoundError):
+        return ", ".join(f"{package} {metadata.version(package)}" for package in packages)
+    found = digests(names)
+    return digest_of(repr(found).encode()) if found else ""
+
+
+def modules_of(*declarations: Any) -> list[str]:
+    """Return the modules that the functions of agents, timers and tasks are in."""
+    return sorted({str(getattr(each.function, "__module__", "")) for each in declarations} - {""})
+
+
+def digests(names: Iterable[str]) -> dict[str, str]:
+    """Return the digests of the files of these modules, but for those that cannot be read, as in an archive."""
+    found = {}
+    for name in names:
+        with suppress(OSError):
+            found[name] = digest_of(Path(getattr(sys.modules.get(name), "__file__", None) or "").read_bytes())
+    return found
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]

@@ -21,7 +21,6 @@ from aviso_workers.state import (
     consumer_records,
     failure_counts,
     lease_records,
-    limit_records,
     orders,
     table_records,
     timer_records,
@@ -70,7 +69,7 @@ def of_app(
         consumer_records.bucket_of(app): agents or timers or tasks,
         failure_counts.bucket_of(app): agents,
         leases: led or windows or any(isinstance(limit, Slots) for limit in limits),
-        limit_records.bucket_of(app): any(isinstance(limit, Rate) for limit in limits),
+        lease_records.limits_bucket_of(app): any(isinstance(limit, Rate) for limit in limits),
         timer_records.bucket_of(app): led,
     }
     kept = {name: table for name, table in tables.items() if not isinstance(table, Counter)}
@@ -78,7 +77,7 @@ def of_app(
         ttl_seconds={
             failure_counts.bucket_of(app): failure_counts.KEPT_SECONDS,
             leases: lease_records.LEASE_SECONDS,
-            limit_records.bucket_of(app): limit_records.KEPT_SECONDS,
+            lease_records.limits_bucket_of(app): lease_records.LIMITS_KEPT_SECONDS,
             worker_records.bucket_of(app): worker_records.TTL_SECONDS,
         },
         history={table_records.bucket_of(app, name): table.keeps_history for name, table in kept.items()},

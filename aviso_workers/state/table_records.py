@@ -1,4 +1,4 @@
-"""The buckets of tables, and the stream of counters; `features.tables.store` keeps both.
+"""The buckets of tables, and the stream of counters; `features.tables` keeps both.
 
 A counter's key is a subject, `aviso_workers.counters.<app>.<counter>.<key>`, whose last message has its value.
 """

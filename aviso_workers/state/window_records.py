@@ -1,4 +1,4 @@
-"""The states of windows as their bucket keeps them, and the windows of dead letters; `features.windows.handler` counts.
+"""The states of windows as their bucket keeps them, and the windows of dead letters; `features.windows` counts.
 
 A key of the author's has one entry, its `declare.windows.KeyState`. What is known for all keys is below `PROGRESS`, and
 what no state lists any more below `PAGES`.

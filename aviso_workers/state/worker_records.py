@@ -70,7 +70,7 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
     version: str
     """Of aviso-workers."""
     code: Said = ""
-    """Which code of its app it runs, as `code_versions.of_app` returns it; empty where that is not known."""
+    """Which code of its app it runs, as `declarations.code_version` returns it; empty where that is not known."""
     started: Time
     """By the server's clock, as `of_app` returns it; in the bucket by the worker's own."""
     age_seconds: float

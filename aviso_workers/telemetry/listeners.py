@@ -24,7 +24,7 @@ from aviso_workers.config.settings import Status
 from aviso_workers.declare.agents import Agent
 from aviso_workers.errors import BackendError, text_of
 from aviso_workers.events import WORKER, Event, Hindrance
-from aviso_workers.sessions import hindrances
+from aviso_workers.sessions import worker_recorder
 from aviso_workers.sessions.session import Session
 from aviso_workers.telemetry import logs, metrics
 from aviso_workers.telemetry.logs import FailureLog, log
@@ -121,7 +121,7 @@ def listening(app: RunningApp, *, status: Status | None) -> Iterator[Listeners]:
         stack.enter_context(app.events.heard_by(listeners.failures.observe, *logs.COUNTED))
         if status is not None and listeners.metrics is not None:
             stack.enter_context(app.events.heard_by(listeners.metrics.observe, *metrics.OBSERVED))
-            stack.enter_context(app.events.heard_by(listeners.readiness.observe, *hindrances.OBSERVED))
+            stack.enter_context(app.events.heard_by(listeners.readiness.observe, *worker_recorder.OBSERVED))
             port = StatusServer(
                 host=status.host,
                 port=status.port,
@@ -231,16 +231,16 @@ def _where(innermost: FrameType, names: Mapping[CodeType, str]) -> dict[str, str
 
 
 class Readiness:
-    """Ready means that nothing hinders the worker (`sessions.hindrances`), and nobody stops it."""
+    """Ready means that nothing hinders the worker (`worker_recorder.Hindrances`), and nobody stops it."""
 
     def __init__(self, agents: Iterable[Agent[Any, Any]]) -> None:
         self.health = Health()
-        self._hindrances = hindrances.Hindrances(agent.name for agent in agents)
+        self._hindrances = worker_recorder.Hindrances(agent.name for agent in agents)
         self._stopping = False
         self._say()
 
     def observe(self, event: Event) -> None:
-        """Note what hinders the worker, or does so no more; the observer of those that are `hindrances.OBSERVED`."""
+        """Note what hinders the worker, or does so no more; the observer of `worker_recorder.OBSERVED`."""
         self._hindrances.observe(event)
         self._say()
 

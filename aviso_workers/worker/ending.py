@@ -1,5 +1,11 @@
 """The end of a worker process: who tells it to end, and how long it may take.
 
+Python's own handlers of signals are used, and not those of an event loop. A loop is told of a signal through a socket,
+which each forked child of the process shares: a signal to such a child would reach the loop of the worker, and end the
+worker. And a loop that is blocked is told of nothing. A child that a handler of notifications forks, as
+`multiprocessing` does, gets the dispositions that a Python program begins with. Signals are blocked while it is made:
+one that arrives before the child has these dispositions waits.
+
 A thread passes the signals on to the event loop, which drains. The thread also keeps the time: what an author's code
 has begun can keep a process from ending for ever, such as a thread that is not a daemon, an await that cannot be
 cancelled, or a blocked event loop. A process that has not ended some seconds after its drain timeout is ended here, as
@@ -27,7 +33,7 @@ from typing import Any, Literal, NoReturn
 import anyio
 
 from aviso_workers.telemetry.logs import log
-from aviso_workers.worker import NOT_ENDED, signals
+from aviso_workers.worker import NOT_ENDED
 
 GRACE_SECONDS = 5.0
 """How much longer than its drain timeout a process may take to end, and how long it may take after a second signal.
@@ -43,6 +49,25 @@ NOT_OF_AUTHORS = (
 """The prefixes of the files that run tasks of their own, or await an author's code."""
 LOG_SECONDS = 1.0
 """How long the last line may take: who reads the log may have stopped, or a thread may hold what writes it."""
+TOLD_TO_END: dict[signal.Signals, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+"""The signals, each with the disposition that a Python program begins with."""
+
+
+class _Forks(threading.local):
+    """The signals that a thread that forks had blocked before."""
+
+    blocked: frozenset[int] = frozenset()
+
+
+_forks = _Forks()
+_heard: set[signal.Signals] = set()
+"""The signals that are heard in this process."""
+_children_are_told = False
+"""Whether this process, or the one that it was forked from, has hooks for its forks."""
 
 
 class Ending:
@@ -58,7 +83,7 @@ class Ending:
         self._loop: asyncio.AbstractEventLoop | None = None
         context = contextvars.copy_context()  # with the name of the process in a fleet, for the log
         threading.Thread(target=context.run, args=(self._watch,), name="ending", daemon=True).start()
-        signals.hear(self._queue.put)
+        hear(self._queue.put)
 
     def begin(self) -> None:
         """Let the time begin, if it has not begun: the process ends for another reason than a signal."""
@@ -170,3 +195,38 @@ def _frames(awaited: Any) -> Iterator[Any]:
 
 def _line(frame: Any) -> str:
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def hear(put: Callable[[signal.Signals], object]) -> None:
+    """Call `put` with each of these signals from now on, until the process ends; call it in the main thread.
+
+    `put` is called between any two steps of the main thread, also in the midst of itself. So it must wait for nothing
+    and take no lock; `put` of a `queue.SimpleQueue` does not. Where SIGHUP is ignored, as below nohup, it stays so.
+    """
+    global _children_are_told
+    for number in TOLD_TO_END:
+        if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:
+            signal.signal(number, lambda number, _frame: put(signal.Signals(number)))
+            _heard.add(number)
+    if not _children_are_told:
+        _children_are_told = True
+        os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_forget_signals)
+
+
+def _block_signals() -> None:
+    _forks.blocked = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_TO_END))
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forks.blocked)
+
+
+def _forget_signals() -> None:
+    """Let a signal to this child concern the child alone."""
+    signal.set_wakeup_fd(
+        -1
+    )  # that of a loop, which uvloop always has, and asyncio where the app adds handlers of its own
+    for number in _heard:
+        signal.signal(number, TOLD_TO_END[number])
+    _heard.clear()
+    _unblock_signals()

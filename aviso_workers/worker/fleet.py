@@ -4,7 +4,7 @@ Called by the command line. It distributes nothing: every process reads the same
 each notification to one of them. Processes are started from scratch and share no memory. One that ended in order (it
 was recycled, or somebody stopped it) is replaced at once; one that crashed is replaced after a wait that doubles, and a
 process that crashes again and again ends the fleet. A process tells where its status port is, and that it is about to
-end in order (`fleet_process`): an exit code of 0 that it has not told of is a crash. A process that was told to end, or
+end in order (`process`): an exit code of 0 that it has not told of is a crash. A process that was told to end, or
 has said that it will, and has not ended some seconds after its drain timeout, is killed. The fleet's own port answers
 for all of them, and hands other connections to the process of the console, where there is one. That process is no
 worker: it is kept like the others, and whatever becomes of it, the fleet goes on and is ready. It tells again and again
@@ -41,9 +41,8 @@ from aviso_workers.telemetry import logs
 from aviso_workers.telemetry.metrics import FleetMetrics
 from aviso_workers.telemetry.status import STUCK_SECONDS, Health, StatusServer
 from aviso_workers.worker import NOT_ENDED
-from aviso_workers.worker.ending import GRACE_SECONDS, Ending
-from aviso_workers.worker.fleet_process import ENDS_IN_ORDER
-from aviso_workers.worker.signals import TOLD_TO_END
+from aviso_workers.worker.ending import GRACE_SECONDS, TOLD_TO_END, Ending
+from aviso_workers.worker.process import ENDS_IN_ORDER
 
 log = structlog.get_logger("aviso_workers")
 

@@ -24,10 +24,10 @@ PACKAGE = PROJECT / "aviso_workers"
 TOOLS = ("cli", "console", "ops", "projects", "server", "spark")
 """The parts that are no core: nothing of the core imports them."""
 FEATURES = {
-    "tables": ("declare.tables", "features.tables.applied", "features.tables.store", "state.table_records"),
-    "windows": ("declare.windows", "features.windows.handler", "state.window_records"),
+    "tables": ("declare.tables", "features.tables", "state.table_records"),
+    "windows": ("declare.windows", "features.windows", "state.window_records"),
     "timers": ("declare.timers", "features.timers", "state.timer_records"),
-    "limits": ("declare.limits", "features.limits", "state.limit_records"),
+    "limits": ("declare.limits", "features.limits"),
     "delayed delivery": ("features.delayed_delivery", "state.delayed_messages"),
     "singletons": ("engine.singletons",),
     "dead letters": ("engine.dead_letter_store", "ops.dead_letters", "state.dead_letter_records"),

@@ -27,11 +27,10 @@ from aviso_workers.engine.acknowledging import (
     UNTRIED,
     UNTRIED_LEAST_SECONDS,
 )
-from aviso_workers.engine.flow import MAX_PREFETCH, Flow
-from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.flow import MAX_PREFETCH, Flow, Isolation
 from aviso_workers.engine.outages import Outage
 from aviso_workers.events import Events
-from aviso_workers.features.windows.handler import CHECK_SECONDS
+from aviso_workers.features.windows import CHECK_SECONDS
 from aviso_workers.sessions.agent_subscriptions import ORDERED_PREFETCH
 
 KEYS = 100

@@ -18,8 +18,8 @@ from aviso_workers.engine import flow
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import LeadershipHindered, LeadershipUnhindered, Settled
-from aviso_workers.features.limits import rates as limits
-from aviso_workers.state import limit_records
+from aviso_workers.features import limits
+from aviso_workers.state import lease_records
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS, PROMPT_SECONDS
@@ -242,7 +242,7 @@ async def test_a_bucket_that_is_deleted_is_made_again_and_nothing_begins_twice_a
         await until(t, lambda: len(calls.all) > RATE)
         for _ in range(3):
             wanted = len(calls.all) + RATE
-            await cast(Admin, app.session.backend).delete_stream(f"KV_{limit_records.bucket_of(app.name)}")
+            await cast(Admin, app.session.backend).delete_stream(f"KV_{lease_records.limits_bucket_of(app.name)}")
             await until(t, partial(reached, calls, wanted))
     took = calls.all[-1] - calls.all[0]
     assert len(calls.all) <= RATE * (took + LATE)
@@ -261,7 +261,7 @@ async def test_a_foreign_value_stops_nobody_for_long(
         await publish(app, RATE * 20)
         for value in (b"none of ours", b'{"until": 1e300}', b'{"until": -1e300}'):
             await until(t, partial(reached, calls, len(calls.all) + RATE))
-            bucket = await app.session.backend.key_value(limit_records.bucket_of(app.name), own=True)
+            bucket = await app.session.backend.key_value(lease_records.limits_bucket_of(app.name), own=True)
             await bucket.put("index/all", value)
         await until(t, partial(reached, calls, len(calls.all) + RATE))
         took = calls.all[-1] - calls.all[0]

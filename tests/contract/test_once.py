@@ -13,8 +13,7 @@ from aviso_workers import DELETE, App, Batch, Delete, Notification, Reject, Retr
 from aviso_workers.declare.tables import PAGES
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, DeclarationError, OutcomeUnknownError
-from aviso_workers.features import seen
-from aviso_workers.features.tables import applied
+from aviso_workers.features import seen, tables
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -36,7 +35,7 @@ def counts(app: App, request: pytest.FixtureRequest) -> Table[int]:
 @pytest.fixture(params=[64, 2], ids=["listed", "on pages"])
 def listed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many notifications the header of a key may list."""
-    monkeypatch.setattr(applied, "LISTED", request.param)
+    monkeypatch.setattr(tables, "LISTED", request.param)
 
 
 @pytest.mark.usefixtures("listed")
@@ -205,7 +204,7 @@ async def test_a_key_that_is_put_begins_anew(app: App, url: str | None, counts: 
 async def test_a_page_that_another_worker_wrote_first_is_written_on_top_of_that(
     app: App, url: str | None, counts: Table[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(applied, "LISTED", 2)
+    monkeypatch.setattr(tables, "LISTED", 2)
     put, overtaken = RetryingKeyValue.put, [True]
 
     async def put_too_late(bucket: RetryingKeyValue, key: str, *arguments: Any, **stated: Any) -> int:
@@ -231,7 +230,7 @@ async def test_a_page_is_kept_for_as_long_as_its_notifications_come_again(
     app: App, url: str | None, counts: Table[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bucket forgets it some time after it was written last, so it is written when it is read."""
-    monkeypatch.setattr(applied, "LISTED", 2)
+    monkeypatch.setattr(tables, "LISTED", 2)
     broken = True
 
     @app.agent("mars")
@@ -258,7 +257,7 @@ async def test_a_page_is_kept_for_as_long_as_its_notifications_come_again(
 async def test_a_key_that_is_put_forgets_what_is_on_pages_as_well(
     app: App, url: str | None, counts: Table[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(applied, "LISTED", 2)
+    monkeypatch.setattr(tables, "LISTED", 2)
 
     broken = True
 
@@ -390,7 +389,7 @@ async def test_a_table_with_a_history_takes_no_once(app: App, url: str | None) -
 async def test_a_dead_letter_of_long_ago_is_told_of(
     app: App, url: str | None, counts: Table[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(applied, "LISTED", 2)
+    monkeypatch.setattr(tables, "LISTED", 2)
     tells: list[str] = []
 
     @app.agent("mars", retry=RetryPolicy(attempts=1))
@@ -411,7 +410,7 @@ async def test_a_dead_letter_of_long_ago_is_told_of(
             await t.notify("mars", mars(step=step), {})
         await t.settle()
         assert await counts.get("od") == 4
-        monkeypatch.setattr(applied, "CERTAIN_SECONDS", -1.0)
+        monkeypatch.setattr(tables, "CERTAIN_SECONDS", -1.0)
         await hand_back(stored, t)
         assert "whether the update for mars@1 was applied before it became a dead letter is known for" in tells[-1]
         assert t.outcomes("count")[-1] == "dead_lettered"

@@ -12,8 +12,7 @@ from msgspec import structs
 
 from aviso_workers import App, Batch, Batching, Notification, Notify, Receipt, Reject, Retry, RetryPolicy, Stream
 from aviso_workers.aviso.codec import Message
-from aviso_workers.engine.idempotency import IdempotencyKeys, message_id
-from aviso_workers.engine.publisher import Publisher
+from aviso_workers.engine.publisher import IdempotencyKeys, Publisher, message_id
 from aviso_workers.errors import DeclarationError, RefusedError
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars

@@ -19,7 +19,7 @@ from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine.leases import RENEW_SECONDS
 from aviso_workers.errors import TakenOverError
 from aviso_workers.events import Failed
-from aviso_workers.features.limits import places
+from aviso_workers.features import limits
 from aviso_workers.state import lease_records
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -321,8 +321,8 @@ async def test_a_slot_that_is_given_back_while_it_is_renewed_can_be_taken_at_onc
             began = t.clock.monotonic()
             await publish(app, 1, first=call)
             await until(t, partial(lambda count: running.count > count, call))
-            assert t.clock.monotonic() - began < RENEW_SECONDS + places.TURN_SECONDS
-            await t.advance(4 * places.LINGER_SECONDS)
+            assert t.clock.monotonic() - began < RENEW_SECONDS + limits.TURN_SECONDS
+            await t.advance(4 * limits.LINGER_SECONDS)
 
 
 async def test_a_worker_that_was_paused_begins_nothing_in_a_slot_that_others_may_have(
@@ -352,9 +352,9 @@ async def test_no_call_begins_in_a_slot_that_was_lost_after_it_was_given_to_it(
     begun: list[int] = []
     failed: list[Failed] = []
     app.events.listen(failed.append, Failed)
-    admits, paused = places.Places.admits, False
+    admits, paused = limits.Places.admits, False
 
-    def admit_and_be_paused(self: places.Places, *given: Any) -> bool:
+    def admit_and_be_paused(self: limits.Places, *given: Any) -> bool:
         nonlocal paused
         admitted = admits(self, *given)
         if admitted and not paused:
@@ -362,7 +362,7 @@ async def test_no_call_begins_in_a_slot_that_was_lost_after_it_was_given_to_it(
             pause(app)
         return admitted
 
-    monkeypatch.setattr(places.Places, "admits", admit_and_be_paused)
+    monkeypatch.setattr(limits.Places, "admits", admit_and_be_paused)
 
     @app.agent("mars", limits=[Slots(1)], ack_wait=60, retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:

@@ -23,7 +23,7 @@ from aviso_workers.config import Config
 from aviso_workers.declare import timers
 from aviso_workers.declare.verdicts import OtherVersionError
 from aviso_workers.engine import acknowledging, leases
-from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.flow import Isolation
 from aviso_workers.errors import InvalidNotificationError, RefusedError, UndecodableError
 from aviso_workers.events import (
     AgentDisturbed,
@@ -34,7 +34,7 @@ from aviso_workers.events import (
     TimerRescheduled,
     WindowFunctionsChanged,
 )
-from aviso_workers.features.windows import handler
+from aviso_workers.features import windows
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import window_records
 from aviso_workers.state.dead_letter_records import DeadLetter
@@ -156,7 +156,7 @@ class Deploy:
 async def deploy(
     request: pytest.FixtureRequest, app: App, url: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Deploy]:
-    monkeypatch.setattr(handler, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(windows, "CHECK_SECONDS", 0.1)
     monkeypatch.setattr(leases, "CHECK_SECONDS", 0.1)
     async with harness(app, server=url) as t:
         await t.notify("mars", mars(step=next(STEPS), **{"class": "xx"}), {"minute": -600})  # makes the stream
@@ -352,7 +352,7 @@ async def test_a_type_that_has_all_values_takes_them_over(deploy: Deploy, monkey
 
 @row("the type of a window's values")
 async def test_the_version_that_stays_counts_in_the_end(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler, "GIVEN_WAY_SECONDS", 0.5)
+    monkeypatch.setattr(windows, "GIVEN_WAY_SECONDS", 0.5)
     found: dict[str, list[Any]] = {}
     stays, goes = of_values(found, CountAndLast, into_count_and_last), of_values(found, Count, into_count)
     await deploy.start(stays)

@@ -19,8 +19,8 @@ from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import DeclarationError, LateError, RefusedError, UndecodableError
 from aviso_workers.events import AgentDisturbed, Event, Published, Unreadable, WindowDone
 from aviso_workers.features import seen as pages
-from aviso_workers.features.windows import handler
-from aviso_workers.features.windows.handler import WindowHandler
+from aviso_workers.features import windows as handler
+from aviso_workers.features.windows import WindowHandler
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import window_records
 from aviso_workers.testing import Harness, harness

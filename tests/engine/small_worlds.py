@@ -426,7 +426,7 @@ class World:
         return nameof(copy.dispatch.begin(self.now))
 
     def look_at_alone(self) -> None:
-        """Do as `isolation` does: let nothing else begin, and the one that runs alone when nothing else runs."""
+        """Do as `Isolation` does: let nothing else begin, and the one that runs alone when nothing else runs."""
         alone = self.alone
         if alone is None:
             return

@@ -12,7 +12,7 @@ import pytest
 
 from aviso_workers import App, Notification
 from aviso_workers.config import Config, NotificationBackend
-from aviso_workers.state import code_versions
+from aviso_workers.state import declarations
 
 IN_MEMORY = Config(notification_backend=NotificationBackend(kind="in_memory"))
 
@@ -39,22 +39,26 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_version_that_an_app_gives_itself_counts_first() -> None:
-    assert code_versions.of_app(app_of("anyio.abc", version="2026.11\n")) == "2026.11\\n"
+    assert declarations.code_version(app_of("anyio.abc", version="2026.11\n")) == "2026.11\\n"
 
 
 def test_else_it_is_that_of_the_installed_packages() -> None:
     anyio, msgspec = metadata.version("anyio"), metadata.version("msgspec")
-    assert code_versions.of_app(app_of("anyio.abc", "anyio", "msgspec.json")) == f"anyio {anyio}, msgspec {msgspec}"
+    assert (
+        declarations.code_version(app_of("anyio.abc", "anyio", "msgspec.json")) == f"anyio {anyio}, msgspec {msgspec}"
+    )
 
 
 def test_else_it_is_a_digest_that_changes_with_the_code(source: Path) -> None:
     found = set()
     for text in ("first = 1", "second = 2"):
         source.write_text(text)
-        found |= {code_versions.of_app(app_of("our_agents", *others)) for others in ((), ("anyio",), ("our_agents",))}
+        found |= {
+            declarations.code_version(app_of("our_agents", *others)) for others in ((), ("anyio",), ("our_agents",))
+        }
     assert len(found) == 4, "of both, with and without the other module"
     assert {len(each) for each in found} == {12}
 
 
 def test_it_is_not_known_where_no_module_can_be_read(source: Path) -> None:
-    assert code_versions.of_app(app_of("our_agents", "nowhere")) == ""
+    assert declarations.code_version(app_of("our_agents", "nowhere")) == ""

@@ -14,7 +14,7 @@ from aviso_workers.clocks import VirtualClock
 from aviso_workers.engine import flow as in_flight
 from aviso_workers.engine import outages
 from aviso_workers.engine.dispatch import GATE
-from aviso_workers.engine.isolation import Isolation
+from aviso_workers.engine.flow import Isolation
 from aviso_workers.engine.outages import UNANSWERED_SECONDS, KeyGate, Outage
 from aviso_workers.engine.pace import FULL, LONGEST_SECONDS
 from aviso_workers.events import OutageBegan

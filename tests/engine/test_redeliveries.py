@@ -22,8 +22,7 @@ from aviso_workers.engine.attempts import Failures
 from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.failure_recorder import LastFailures
-from aviso_workers.engine.flow import Flow
-from aviso_workers.engine.isolation import ALONE_SECONDS, Isolation
+from aviso_workers.engine.flow import ALONE_SECONDS, Flow, Isolation
 from aviso_workers.engine.outages import Outage
 from aviso_workers.engine.pace import Pace
 from aviso_workers.engine.redeliveries import Redeliveries

@@ -16,7 +16,7 @@ from aviso_workers import App
 from aviso_workers.errors import NotFoundError
 from aviso_workers.ops import permissions
 from aviso_workers.server import NatsServer
-from aviso_workers.state import delayed_messages, query_records
+from aviso_workers.state import bucket_names, delayed_messages
 from tests.conftest import write_mars_config
 from tests.security.test_roles import EVERYTHING, NOWHERE, granted, user
 from tests.server.test_publisher_accounts import write
@@ -25,7 +25,7 @@ from tests.waits import PATIENCE_SECONDS, flushed
 pytestmark = pytest.mark.anyio
 
 OWN, OTHER = (delayed_messages.stream_of(stream) for stream in ("MARS", "MARS_EXTRA"))
-OWN_BUCKET, OTHER_BUCKET = (query_records.bucket_of(stream) for stream in ("MARS", "MARS_EXTRA"))
+OWN_BUCKET, OTHER_BUCKET = (bucket_names.of_queries(stream) for stream in ("MARS", "MARS_EXTRA"))
 
 
 @asynccontextmanager
@@ -114,10 +114,10 @@ async def test_what_is_delayed_for_another_event_type_is_neither_removed_nor_wri
 
 
 async def test_the_records_of_queries_of_another_stream_are_neither_removed_nor_written(tmp_path: Path) -> None:
-    key = query_records.key_of("copy")
+    key = bucket_names.key_of_query("copy")
     async with attacking("spark", tmp_path) as (app, client):
         for bucket in (OWN_BUCKET, OTHER_BUCKET):
-            for each in (key, query_records.key_of("another")):
+            for each in (key, bucket_names.key_of_query("another")):
                 await (await app.session.backend.key_value(bucket)).put(each, b"now")
         before = await stored(app, f"KV_{OTHER_BUCKET}")
 

@@ -20,7 +20,7 @@ from aviso_workers.declare.retry import Backoff
 from aviso_workers.errors import ConfigError, WorkerProcessError
 from aviso_workers.worker import fleet
 from aviso_workers.worker.fleet import Fleet, FleetPlan
-from aviso_workers.worker.fleet_process import FleetMember, RecycleLimits
+from aviso_workers.worker.process import FleetMember, RecycleLimits
 from tests.stories.processes import until
 from tests.waits import PATIENCE_SECONDS
 

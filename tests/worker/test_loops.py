@@ -12,7 +12,7 @@ from tests.waits import PATIENCE_SECONDS
 ENDING = """
 import asyncio, os, sys
 import anyio
-from aviso_workers.worker import LoopEnded, loops
+from aviso_workers.worker import LoopEnded, process
 
 async def tool():
     sys.exit({code!r})
@@ -35,7 +35,7 @@ async def work():
         print("went on", flush=True)
 
 try:
-    loops.run(work, running=lambda: ["index mars@1"])
+    process.run_loop(work, running=lambda: ["index mars@1"])
 except LoopEnded as ended:
     os._exit(ended.code)
 """

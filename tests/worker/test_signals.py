@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aviso_workers.worker import signals
+from aviso_workers.worker import ending
 from tests.commands import Command
 from tests.waits import PATIENCE_SECONDS
 
@@ -124,7 +124,7 @@ def test_a_signal_to_a_forked_child_ends_the_child_and_not_its_worker(
     assert [line["signal"] for line in worker.log if line["event"] == "worker.stopping"] == ["SIGTERM"]
 
 
-@pytest.mark.parametrize("number", signals.TOLD_TO_END)
+@pytest.mark.parametrize("number", ending.TOLD_TO_END)
 def test_each_of_these_signals_drains(start_forking: Callable[..., Command], number: signal.Signals) -> None:
     worker = start_forking("pool")
     worker.lines(1)
@@ -170,11 +170,11 @@ def test_the_command_is_ended_as_the_first_process_of_a_container_while_it_is_im
 
 NOHUP = """
 import os, signal, time
-from aviso_workers.worker import signals
+from aviso_workers.worker import ending
 
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 heard = []
-signals.hear(heard.append)
+ending.hear(heard.append)
 os.kill(os.getpid(), signal.SIGHUP)
 os.kill(os.getpid(), signal.SIGTERM)
 print([number.name for number in heard])

@@ -21,8 +21,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import GivenUp
 from aviso_workers.engine import calls
-from aviso_workers.engine.handlers.one import awaitable
-from aviso_workers.engine.handlers.outputs import Outputs
+from aviso_workers.engine.handlers import Outputs, awaitable
 from aviso_workers.engine.outages import Outage
 from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import describe

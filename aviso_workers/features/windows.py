@@ -38,7 +38,7 @@ from aviso_workers.declare.verdicts import Ack, Again, DeadLetter, Failure, Othe
 from aviso_workers.declare.windows import KeyState, SettledUpTo, Window, Windowing, WindowProgress
 from aviso_workers.engine import calls
 from aviso_workers.engine.acknowledging import NO_ATTEMPT
-from aviso_workers.engine.handlers.one import HandlerContext, NotificationHandler
+from aviso_workers.engine.handlers import HandlerContext, NotificationHandler
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue
 from aviso_workers.engine.leases import OVERDUE_SECONDS, Lease, drained
 from aviso_workers.errors import (
