@@ -21,9 +21,9 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.retry import Backoff
 from aviso_workers.declare.verdicts import GivenUp
 from aviso_workers.engine import calls
+from aviso_workers.engine.calls import Timeouts
 from aviso_workers.engine.handlers import Outputs, awaitable
 from aviso_workers.engine.outages import Outage
-from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import describe
 from aviso_workers.events import DeadLetterCallFailed, Events
 

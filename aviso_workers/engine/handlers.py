@@ -26,9 +26,9 @@ from aviso_workers.declare.batches import Batch, Stream
 from aviso_workers.declare.verdicts import Failure, FinalError
 from aviso_workers.engine import calls
 from aviso_workers.engine.acknowledging import Settler
+from aviso_workers.engine.calls import Timeouts
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.publisher import IdempotencyKeys, Publisher
-from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import InvalidNotificationError, UndecodableError
 
 Call = Callable[[Any], Awaitable[object]]

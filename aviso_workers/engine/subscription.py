@@ -28,12 +28,12 @@ from aviso_workers.declare.agents import Task
 from aviso_workers.declare.retry import Backoff, Restarts
 from aviso_workers.declare.verdicts import Failure, Nak
 from aviso_workers.engine import acknowledging, calls
+from aviso_workers.engine.calls import Timeouts
 from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.outages import Outage
 from aviso_workers.engine.redeliveries import Redeliveries
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
-from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import BackendError, NotFoundError, UnavailableError
 from aviso_workers.events import AgentDisturbed, AgentStarted, AgentStopped, Events, Passed, TaskFailed
 from aviso_workers.jetstream import identities, metadata, specs

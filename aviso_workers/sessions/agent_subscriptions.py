@@ -22,6 +22,7 @@ from aviso_workers.declare.verdicts import Term
 from aviso_workers.engine import acknowledging, consumer_recorder, key_orders
 from aviso_workers.engine.acknowledging import OnDeadLetter, Settler
 from aviso_workers.engine.attempts import Failures
+from aviso_workers.engine.calls import Timeouts
 from aviso_workers.engine.consumer_recorder import ConsumerRecorder
 from aviso_workers.engine.dead_letter_store import DeadLetterStore, Requeued
 from aviso_workers.engine.decisions import Decisions
@@ -43,7 +44,6 @@ from aviso_workers.engine.shared_filters import SharedFilter
 from aviso_workers.engine.shields import Shield
 from aviso_workers.engine.singletons import SingletonCalls
 from aviso_workers.engine.subscription import Feed, Handler, Subscription, SubscriptionRun, consumer_spec
-from aviso_workers.engine.timeouts import Timeouts
 from aviso_workers.errors import NotFoundError, UndecodableError
 from aviso_workers.events import Events, Unreadable
 from aviso_workers.jetstream import answers

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from aviso_workers import Agent, App, Batch, Batching, Notification, Notify, RetryPolicy, Router
 from aviso_workers.declare import resources
-from aviso_workers.engine import shields, timeouts
+from aviso_workers.engine import calls, shields
 from aviso_workers.engine.flow import Flow
 from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Event, Settled
 from tests.contract.settings import mars
@@ -34,7 +34,7 @@ ONCE = RetryPolicy(attempts=1)
 
 @pytest.fixture(autouse=True)
 def soon_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "HUNG_SECONDS", 0.2)
+    monkeypatch.setattr(calls, "HUNG_SECONDS", 0.2)
 
 
 class Hanging:
