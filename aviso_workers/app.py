@@ -400,7 +400,9 @@ class App(Router[S]):
         `10m`, or a timedelta. One that waits can be cancelled, and gives way to another
         that is to be delivered later under its message id. `headers` are those of its message: see `Notify.headers`.
 
-        Raises `InvalidNotificationError` before anything is sent, `BackendError` when it could not be stored.
+        Raises `InvalidNotificationError` before anything is sent, `DeclarationError` where the app is not connected in
+        this event loop, `TakenOverError` in a call whose singleton or slot another worker has taken, and `BackendError`
+        when it could not be stored; it is tried again until `publish_deadline_seconds` first, where that may help.
         """
         wanted = Notify(
             event_type,

@@ -161,7 +161,9 @@ class NotFoundError(RefusedError):
 
 
 class FullError(RefusedError):
-    """The stream has reached a limit, and refuses new messages until it has space again."""
+    """The stream has reached a limit, and refuses new messages until it has space again. It is the one refusal after
+    which publishers try again.
+    """
 
 
 class ConflictError(RefusedError):

@@ -78,9 +78,9 @@ class RetryPolicy(Backoff, frozen=True):
     seconds, a text such as `30s`, or a timedelta; they are kept as seconds. The delay is varied by plus or minus
     `jitter`, a share of it, so that notifications which failed together do not come back together.
 
-    The defaults wait for 71 seconds in all. With handlers of up to 8 seconds, all six attempts are within a duplicate
-    window of 2 minutes, so that what each of them publishes is stored once. Raises `DeclarationError` for numbers out
-    of range.
+    The defaults wait for at most 71 seconds in all. With handlers of up to 8 seconds, all six attempts are within a
+    duplicate window of 2 minutes, so that what each of them publishes is stored once. Raises `DeclarationError` for
+    numbers out of range.
     """
 
     attempts: int | None = USUAL_ATTEMPTS

@@ -1,7 +1,8 @@
 """The fields that we state of a stream or a consumer, in JetStream's own field names, units (nanoseconds) and values.
 
 A field that is `UNSET`, or not among those stated, is not ours to say: it is left out when a stream is created, never
-compared, and never changed. `config.streams` makes the specs of event types, `engine` those of our own state.
+compared, and never changed. `config.streams` makes the specs of event types, `engine` those of agents' consumers and of
+our own state. What operators declare of other streams and consumers is in `fields`.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ STATM = Path("/proc/self/statm")
 class Hindrances:
     """What keeps a worker from being ready, as the facts say it. `/readyz` tells it, and the worker records it.
 
-    A worker is ready when it is connected, every agent reads, also again, is not stuck and can store dead letters,
-    and this worker could lead.
+    A worker is ready when it is connected, this worker could lead, and every agent reads, is not stuck, can read again
+    what waits, and can store dead letters.
     """
 
     def __init__(self, agents: Iterable[str]) -> None:
