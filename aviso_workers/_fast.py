@@ -20,15 +20,15 @@ Stored = tuple[str, bytes, bytes, bytes, int, int, int, int, int]
 delivered, its sequence in the stream, its number among all that the consumer has delivered, its store time in
 nanoseconds since 1970 UTC, and how many messages were to be delivered for the first time after it."""
 DATA: Final = 3
-"""Where it stands in a `Stored`, as the following."""
+"""The index of the data in a `Stored`; the next three are the indexes of its sequence, number and count of pending."""
 SEQUENCE: Final = 5
 NUMBER: Final = 6
 PENDING: Final = 8
 
 MAX_DIGITS = 9
-"""Of the id of a subscription and of the sizes of a message."""
+"""The most digits of a subscription's id, and of the sizes of a message."""
 NUMBERS = 5
-"""Of a reply, behind the name of the consumer."""
+"""How many numbers follow the consumer's name in the reply subject of a stored message."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 LEFT_OUT = frozenset({"", "*"})
 

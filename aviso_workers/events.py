@@ -1088,7 +1088,7 @@ class LineageTold(Event, frozen=True, kw_only=True):
 
     error: Exception | None
     changed: bool
-    """Whether the one before ended otherwise."""
+    """Whether the event before ended otherwise: one of the two was sent, and the other is lost."""
 
     def lines(self) -> Iterator[LogLine]:
         if not self.changed:

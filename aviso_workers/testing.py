@@ -694,7 +694,7 @@ class Harness:
         return self._clock.moved_by_test() if self._clock else nullcontext()
 
     async def _let_time_pass(self, deadline: float) -> bool:
-        """False where that does not help, or no time is left."""
+        """Let some time pass. Return False where that does not help, or no time is left."""
         if self._clock is None:
             await anyio.sleep(CHECK_SECONDS)
             return self.clock.monotonic() < deadline
@@ -936,7 +936,7 @@ class _Clock(VirtualClock):
 
     @contextmanager
     def moved_by_test(self) -> Iterator[None]:
-        """The test lets time pass by itself meanwhile."""
+        """Note that the test itself lets time pass while the block runs."""
         self._moved_by_test += 1
         try:
             yield
@@ -1142,7 +1142,7 @@ class _Code:
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
-        """Whoever is here waits for the clock. It counts where it is the author's code."""
+        """Note that the code in the block waits for the clock, if it is the author's."""
         ours = int(_WITHIN_CODE.get())
         self._asleep += ours
         try:
@@ -1163,7 +1163,7 @@ class _Code:
 
     @contextmanager
     def outside(self, call: object) -> Iterator[str]:
-        """The call has left the function for a while; of this agent."""
+        """Note that the call has left the author's function while the block runs, and give the agent's name."""
         agent, _ = self.running.pop(call)
         before = _WITHIN_CODE.set(False)
         try:

@@ -56,9 +56,10 @@ RESERVED_HEADERS = ("aviso-", "nats-", "spatial_")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """A token of HTTP (RFC 9110), which every client of NATS reads as it was written."""
 MARKER_HEADER = "Nats-Marker-Reason"
-"""JetStream's, of what it stores where a stream has a `subject_delete_marker_ttl` and a subject's last message goes."""
+"""The header of the marker that JetStream stores when a subject's last message is gone, in a stream that has a
+`subject_delete_marker_ttl`."""
 SIZE_HEADER = "Nats-Msg-Size"
-"""JetStream's, of what it delivers without its body: how many bytes that has."""
+"""The header of a message that JetStream delivers without its body: the size of the body in bytes."""
 
 T = TypeVar("T")
 LARGEST_NUMBER = 2**63 - 1

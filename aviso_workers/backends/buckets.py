@@ -35,7 +35,7 @@ MARKER_SECONDS = 60
 """For how long it can be read that a key was deleted."""
 TIMEOUT_SECONDS = 5.0
 MAX_PASSES = 10
-"""How often at most a bucket is read on that is changed meanwhile."""
+"""How many times at most `entries` reads on what was changed while it read."""
 DELETED = {"KV-Operation": "DEL"}
 SHORTEST_TTL_SECONDS = 1.0
 

@@ -215,8 +215,8 @@ def spelled(annotation: Any) -> str:
 
 
 def surrounded(needing: N, outside: Sequence[Resource], resources: Sequence[Resource]) -> N:
-    """Return the same with what is opened around each call of it: `outside`, and the resources of calls that these and
-    its function need, each right before the first that needs it.
+    """Return the agent or timer with the resources that are opened around each of its calls: `outside`, and those of
+    scope `call` that these and its function need, each right before the first that needs it.
     """
     closed = {each.gives: each for each in resources if each.scope == "call"}
     around: list[Resource] = []
@@ -239,9 +239,10 @@ def surrounded(needing: N, outside: Sequence[Resource], resources: Sequence[Reso
 
 
 def bound(needing: N, values: Mapping[Any, Any]) -> N:
-    """Return the same, with a function that is given what it needs of these, and so what is around its calls.
+    """Return the agent or timer with its function, and the resources around its calls, given what they need of these
+    values.
 
-    What `values` has is not opened for a call.
+    A resource whose type is among the values is not opened for a call.
     """
     if not needing.needs and not needing.around:
         return needing
@@ -257,7 +258,7 @@ def bound(needing: N, values: Mapping[Any, Any]) -> N:
 
 
 def _given(needing: Resource | Needing, values: Mapping[Any, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """Return a function that is given what it needs of these values, and what else it needs."""
+    """Return the function with the arguments that these values give, and the types of its other arguments."""
     given = {name: values[wanted] for name, wanted in needing.needs.items() if wanted in values}
     needs = {name: wanted for name, wanted in needing.needs.items() if name not in given}
     return (functools.partial(needing.function, **given) if given else needing.function), needs

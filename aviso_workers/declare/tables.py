@@ -47,7 +47,7 @@ PROCESS: ContextVar[object] = ContextVar("process", default=None)
 """Which worker this code runs in, where a test plays several of them in one process: each is connected by itself."""
 MAX_HISTORY = 64
 PAGES = "=applied."
-"""How entries of a table's bucket begin that are not keys of an author's: none is spelled so."""
+"""The beginning of the keys in a table's bucket that are not an author's. No key of an author's is spelled so."""
 APPLIED = "Aviso-Applied"
 """The header of a key that tells which notifications its updates were applied for."""
 REMEMBERED_SECONDS = 31 * 86400.0

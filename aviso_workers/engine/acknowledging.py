@@ -99,7 +99,7 @@ AWAY = Backoff(first=1.0, factor=2.0, max=60.0, jitter=0.5)
 """When a notification is tried again that failed because something is away. The wait grows only where others have
 succeeded meanwhile: else its failure says nothing of itself, and it would come late when the outage ends."""
 UNTRIED = Backoff(first=15.0, max=15.0, jitter=1 / 3)
-"""For how long a notification is left to others that was not tried while the pace was shut."""
+"""The delay after which a notification comes again that was given back untried while the pace was shut."""
 UNTRIED_LEAST_SECONDS = 1.0
 """What comes by itself within this time is not called back: another worker may have it already."""
 MAX_UNTRIED = 10_000
@@ -445,7 +445,7 @@ class Settler:
         return verdicts.decide(failure, failures=record.failures, retry=self.agent.policy.retry)
 
     def _waits(self, record: PriorRecord) -> int:
-        """Return how often the wait of what is away grows, with this failure."""
+        """Return how often the wait has grown after failures because something is away, this failure included."""
         return record.waits + (not record.waits or self.successes > record.succeeded)
 
     async def _spare(self, call: _EndedCall, spared: Again, error: BaseException) -> None:

@@ -116,7 +116,9 @@ async def attempt(step: Callable[[A], Awaitable[R]], argument: A) -> R | Failure
 
 
 async def attempt_apart(step: Callable[[A], Awaitable[R]], argument: A) -> R | Failure:
-    """Do the same in a context of its own: what the step sets of context variables is not seen after it."""
+    """Return what `attempt` returns. The step runs in a context of its own: what it sets of context variables ends with
+    it.
+    """
     return await in_context(copy_context(), partial(attempt, step), argument)
 
 
@@ -144,7 +146,7 @@ def in_context(context: Context, function: Callable[[A], Awaitable[R]], argument
 
 
 def runner(step: Callable[[A], Awaitable[R]]) -> Callable[[A], Awaitable[R | Failure]]:
-    """Return what does `attempt` with this step, for many calls from this task and no other."""
+    """Return a function that does what `attempt` does with this step. It is for many calls, from this task only."""
     task = asyncio.current_task()
     assert task is not None
     return partial(_attempt, step, task, forked)

@@ -43,7 +43,7 @@ DENIED_SECONDS = 60.0
 MARGIN_SECONDS = 1.0
 """One that is due so soon is not asked for: it comes by itself."""
 LATELY_SECONDS = 3.0
-"""For how long it is known how one ended that was retried: somebody may have decided while it ran."""
+"""How long the end of a retried notification is remembered: a person may have decided about it while it ran."""
 MAX_KNOWN = 10_000
 """How many retried notifications are known at most, of those that are retried last."""
 MAX_FOUND = 1000

@@ -83,7 +83,7 @@ class Flow:
         self.lapsed = anyio.Event()
         """Set when what waited was left to others, because the server may have given it to them."""
         self.lapses = 0
-        """How often that was."""
+        """How often waiting deliveries were left to others."""
         self.finished = 0
         """Deliveries that were settled here."""
         self._clock = clock
@@ -96,7 +96,8 @@ class Flow:
         self._waking = False
         """Whether a task that waits in `take` was woken and has not run yet."""
         self._unrecorded: Delivery | None = None
-        """One that begins, once `take` has awaited what is to be recorded before."""
+        """The delivery that `take` returns next, once it has recorded that its handling begins; None where there is
+        none."""
         self._taken_at = self._turn_ends = 0.0
         self._alarm: ScheduledCall | None = None
         self._alarm_at = math.inf
@@ -104,9 +105,9 @@ class Flow:
         self._least = self._prefetch = least
         self._most = most
         self._asks_at = 0.0
-        """More is asked for when so many have begun."""
+        """The number of begun deliveries at which the consumers ask for more."""
         self._fills_budget = False
-        """Whether there was capacity for more, but for their size."""
+        """Whether the sizes of messages, and not their number, limited the capacity the last time."""
         self._measured_from = 0
         """How many had begun when the rate was measured the last time."""
         self._measured_at = clock.monotonic()
@@ -407,7 +408,7 @@ class Flow:
 
     @property
     def trusted(self) -> bool:
-        """Whether nobody else can have been given what waits here, as far as this side knows."""
+        """Whether no other worker can have been given what waits here, as far as this worker knows."""
         return self._clock.monotonic() < self.dispatch.trusted_until
 
     def trust_until(self, time: float) -> None:

@@ -145,7 +145,9 @@ class HandlerContext:
         return await self.publish(returned)
 
     async def _call_in_scope(self, argument: Any) -> Failure | None:
-        """Do the same inside of what is around the agent's calls, which is told of a failure as an exception."""
+        """Call the function inside of what is around the agent's calls, and publish what it returns. A failure is
+        raised there as an exception.
+        """
         agent = self.agent
         failure: Failure | None = None
         try:

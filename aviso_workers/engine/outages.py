@@ -52,9 +52,9 @@ class Outage:
         for a while (`Retry-After`) speaks of one notification only.
         """
         self.is_away = False
-        """Whether one begins now and then, until one succeeds."""
+        """Whether the dependency is away, and not for some of its keys only."""
         self.since: datetime | None = None
-        """Since when; None while it is not away."""
+        """When the outage began, also one of a single key; None while there is none."""
         self.reason = ""
         """The error that says that it is away, with its class; empty while it is not away."""
         self.pace = Pace(running=self._running, tell=self._tell)

@@ -45,7 +45,7 @@ class Pace:
         self.closed_until = -math.inf
         """Nothing begins before."""
         self.most = 1
-        """How many can run at once: where so many may, all may."""
+        """How many calls can run at once: a larger window is no limit."""
         self._window = math.inf
         """How many may run of each kind: all, or none while the pace is shut."""
         self._interval = FIRST_SECONDS
@@ -61,7 +61,7 @@ class Pace:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing has failed since so many have succeeded that it does not matter any more."""
+        """Whether successes have made up for all failures, so that nothing is limited and no credit is missing."""
         return self.free and self.credit == FULL == self.retries
 
     def succeeded(self) -> None:

@@ -275,8 +275,8 @@ class Publisher:
         return structs.replace(self._ready(wanted.event_type, spec, message, message_id), later=wanted)
 
     async def _schedule(self, later: Sequence[_Prepared]) -> None:
-        """Have those sent as schedules that are not due. What counts is the time of the server that will say when they
-        are, and not ours. Raises `BackendError`.
+        """Have notifications that are not due yet sent as schedules. What counts is the time of the server that keeps
+        the schedules, not ours. Raises `BackendError`.
         """
         times = {stream: await self._time_of(stream) for stream in {prepared.spec.name for prepared in later}}
         for prepared in later:

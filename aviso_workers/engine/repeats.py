@@ -55,12 +55,16 @@ class Repeats:
             self._older, self._newer = newer, {}
 
     def may_include(self, deliveries: Sequence[Delivery]) -> bool:
-        """Return whether `includes` is to be asked of any of them: of what is new, as nearly all is, it is not."""
+        """Return whether `includes` has to be asked, because the sequence of one of them is remembered. Nearly all are
+        new.
+        """
         sequences = [delivery.message.sequence for delivery in deliveries]
         return not (self._newer.keys().isdisjoint(sequences) and self._older.keys().isdisjoint(sequences))
 
     def includes(self, delivery: Delivery) -> bool:
-        """Return whether it was settled here. What comes as for the first time was not: its consumer was taken back."""
+        """Return whether this process has settled the delivery before. Where one that it has settled comes as for the
+        first time, its consumer was taken back: then everything is forgotten.
+        """
         sequence, time = delivery.message.sequence, delivery.message.timestamp_ns
         if self._newer.get(sequence) != time and self._older.get(sequence) != time:
             return False
@@ -70,7 +74,9 @@ class Repeats:
         return True
 
     def opened(self, consumer: ConsumerInfo) -> bool:
-        """Note the consumer that is read from now on; whether it is the one that was known. Else all is forgotten."""
+        """Note the consumer that is read from now on, and return whether it is the known one. If not, everything is
+        forgotten.
+        """
         found, known = identities.of(consumer), self._known
         same = known is not None and found.goes_on(known) and found.deliveries >= known.deliveries
         if not same:
@@ -79,12 +85,14 @@ class Repeats:
         return same
 
     def add(self, delivery: Delivery) -> bool:
-        """Keep one that `includes` has found until `judge`; whether that has to be called."""
+        """Keep a delivery that `includes` has found until `judge`, and return whether the caller has to call that."""
         self._found.append(delivery)
         return len(self._found) == 1
 
     async def judge(self) -> tuple[list[Delivery], Settlement | None]:
-        """Return what was found, and how it is settled; None where it is to be handled, as of another consumer."""
+        """Return the deliveries that were found, and their settlement; None where they are to be handled, because the
+        consumer is another one.
+        """
         settlement: Settlement | None = Nak(AGAIN_SECONDS)
         with suppress(BackendError):
             info = await self._backend.consumer_info(self._stream, self._consumer)

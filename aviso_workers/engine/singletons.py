@@ -57,7 +57,7 @@ class SingletonCalls:
 
 @contextmanager
 def needing(held: _Held | None) -> Iterator[None]:
-    """Refuse in the block what `check` is asked for, once this is not held any more, if there is something to hold."""
+    """Let `check` raise in the block once this is not held any more; with None, there is nothing to lose."""
     token = _NEEDED.set((*_NEEDED.get(), held) if held is not None else _NEEDED.get())
     try:
         yield

@@ -74,7 +74,7 @@ class Feed(Struct, frozen=True, kw_only=True):
     consumer: ConsumerSpec
     provisioner: Provisioner
     unwrap: Callable[[Delivery, Message], Delivery] | None = None
-    """Makes of what comes, and its whole message, what the agent is to see."""
+    """Returns the delivery that the agent is given, made of one that came and of its whole message."""
     refuses: Callable[[Delivery], bool] | None = None
     """Takes a delivery that is not to be unwrapped, and returns whether it did. None: there is none."""
     in_order: bool = False
@@ -94,7 +94,7 @@ class Feed(Struct, frozen=True, kw_only=True):
 
 
 def delivering(feed: Feed, flow: Flow, *, backend: Backend, joining: TaskGroup) -> Deliver:
-    """Return what a backend is to call with deliveries of the feed: it puts those into the flow that belong there.
+    """Return the function that a backend calls with deliveries of the feed. It puts those for the agent into the flow.
 
     What cannot be done at once is done by a task of `joining`.
     """

@@ -165,11 +165,11 @@ class _Leased:
         self.until = 0.0
         """Up to when calls were leased as far as this worker knows, by the server's clock."""
         self.revision = -1
-        """Of the record that says it."""
+        """The revision of the record that says up to when calls are leased."""
         self.asked_at: float | None = None
         """When more were asked for first, since the last lease was used up."""
         self.offered = 0
-        """How many were asked again that no handler has taken yet, as while all are busy."""
+        """The number of deliveries that may begin and that no handler has taken yet, as while all handlers are busy."""
         self._interval = interval
         self._left = self._granted = self._lost = 0
         self._next = 0.0

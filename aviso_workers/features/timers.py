@@ -144,7 +144,7 @@ class Control:
         self._again_at = -math.inf
         self._asked: dict[str, Run] = {}
         self._over: dict[str, Run] = {}
-        """The last of each timer that this worker may not take: it is too old, or was taken."""
+        """By timer, the last run that this worker may not take any more, because it is too old or was taken."""
         self._worker = f"{socket.gethostname()}:{os.getpid()}"
         records = consumer_records.bucket_of(app)
         self._records = RetryingKeyValue(backend, records, patience_seconds=PATIENCE_SECONDS, own=True)

@@ -24,7 +24,7 @@ KINDS = {
     "STREAM.PEER.REMOVE": "stream_remove_peer",
     "CONSUMER.DURABLE.CREATE": "consumer_create",
 }
-"""By a request, what its answer is called. All others are called as their request."""
+"""By request, the name of its answer. The answers to all other requests are named like the request."""
 LONGER = ("MSG", "LEADER", "PEER", "DURABLE")
 """Second words of requests that have three."""
 BEGINNINGS = (b'{"stream":', b'{"error":', b'{"type":')

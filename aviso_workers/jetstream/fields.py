@@ -390,7 +390,7 @@ def _field(name: str, hint: Any) -> Field:
 STREAM = _table(DeclaredStream)
 CONSUMER = _table(DeclaredConsumer)
 _EITHER = CONSUMER | STREAM
-"""A field that both have means the same."""
+"""The fields of streams and of consumers, by name: a name that both have means the same."""
 
 
 def normalised(name: str, value: Any) -> Any:
@@ -415,7 +415,7 @@ def comparable(name: str, value: Any) -> Any:
 
 
 def something(value: Any) -> Any:
-    """Return what of a value is not nothing, nought or off, however deep; None where all of it is."""
+    """Return a value without what is empty, zero or off in it, however deep; None where nothing is left."""
     if isinstance(value, dict):
         value = {key: kept for key, inside in value.items() if (kept := something(inside)) is not None}
     elif isinstance(value, list):

@@ -278,7 +278,7 @@ def _beyond_messages(config: Mapping[str, Any], stored: Stored) -> int:
 
 
 def _beyond_bytes(config: Mapping[str, Any], stored: Stored) -> int:
-    """About as many messages of mean size as are in the bytes beyond the limit."""
+    """Return about how many messages of the mean size are in the bytes beyond the limit."""
     limit = config.get("max_bytes") or -1
     if limit <= 0 or not stored.messages:
         return 0

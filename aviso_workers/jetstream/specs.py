@@ -42,11 +42,11 @@ is not updated for them alone, as it may be an aviso-server's.
 MONITORED = {f"{MONITORING}enabled": "true"}
 EXPECTED_PEERS = f"{MONITORING}peer-expect"
 FAR_BEHIND = 1_000
-"""Entries by which a replica is behind its leader."""
+"""By how many entries a replica is behind its leader when `nats server check` calls that critical."""
 INACTIVE_SECONDS = 10
-"""Since its leader heard of a replica."""
+"""How long a leader has not heard of a replica when `nats server check` calls that critical."""
 STALE_SECONDS = 30
-"""Since a mirror heard of its origin."""
+"""How long a mirror has not heard of its origin when `nats server check` calls that critical."""
 
 
 class StreamSpec(Struct, frozen=True, kw_only=True):

@@ -55,7 +55,7 @@ HANDLED = "handled"
 SKEW = timedelta(seconds=1)
 """The servers that store a notification and its outputs may have different clocks."""
 PROVED = (HANDLED, "counted", "settled")
-"""The ends of which another one could be true where something may not be read."""
+"""The states that are not certain where our user may not read what is kept of dead letters."""
 STATES = {
     "dead letter": ("bad", "Not handled by {}: it is ", ""),
     "not handled": ("bad", "Not handled by {}: ", ""),

@@ -114,7 +114,7 @@ class Session:
     def __init__(self, backend: Admin, *, app: str, config: Config, events: Events) -> None:
         self.backend: Backend = backend
         self.admin = backend
-        """The same, for operators' tools that run beside agents; nothing here uses it."""
+        """The same backend, for operators' tools that run beside agents. The session itself does not use it."""
         self.provisioner = Provisioner(
             backend, management=config.notification_backend.jetstream.stream_management, events=events
         )

@@ -40,9 +40,10 @@ BUCKET = bucket_names.bucket_of("<app>", "state")
 FAILURE, RUN = NOTES = ("failure", "run")
 """What workers note for operators of an agent, a timer or a task, as the last part of its key."""
 PAUSE = "pause"
-"""What is noted the other way round, as `RUN` is too (`orders`)."""
+"""What operators note for workers in the bucket of `orders`, as the last part of its key; `RUN` is noted there as
+well."""
 NO_KEY = re.compile(r"[^-_A-Za-z0-9]")
-"""What a key of a bucket cannot have, as the name of a task that is a lambda."""
+"""A character that a name may have and a key may not, as in `<lambda>`, the name of a task."""
 KeptBy = Literal["state", "orders"]
 """Whose bucket of an app: that of its workers, or that of operators (`orders`)."""
 AT_ONCE = 8

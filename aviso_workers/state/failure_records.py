@@ -31,7 +31,7 @@ MAX_RETRYING = 100
 streams, then those due next."""
 MAX_BEHIND = 5
 SLOW_WRITE = timedelta(seconds=2)
-"""A write takes less: what was stored so much before or after it was written was written by a clock that is wrong."""
+"""No write takes so long. Where the writer's time and the store time differ by more, the writer's clock is wrong."""
 
 
 class Retrying(Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ def read(entry: Entry | None) -> LastFailure | None:
 
 
 def shifted(last: LastFailure, by: timedelta) -> LastFailure:
-    """Return the record with its times by a clock that is ahead by so much."""
+    """Return the record with all of its times moved by this much."""
     return structs.replace(
         last,
         since=last.since + by,

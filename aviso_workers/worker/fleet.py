@@ -125,7 +125,7 @@ class _Slot:
         self.begin(None, None)
 
     def begin(self, process: Process | None, line: socket.socket | None) -> None:
-        """Have this process from now on, at the other end of this line."""
+        """Put a process in this place, and our end of the line to it; None where no process runs."""
         self.process, self.line = process, line
         self.told_to_stop = self.killed = False
         self.ends, self.hurries = anyio.Event(), anyio.Event()

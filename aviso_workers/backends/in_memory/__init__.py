@@ -335,7 +335,7 @@ class InMemoryBackend:
         )
 
     def _dispatcher(self, stream: str, consumer: str) -> Dispatcher:
-        """Return the one of that name, whose stream and consumer may be new ones."""
+        """Return the dispatcher of the consumer of this name. The consumer and its stream may have been recreated."""
         dispatcher = self._dispatchers.get((stream, consumer))
         if dispatcher is None:
             dispatcher = Dispatcher(f"consumer {consumer} of stream {stream}", clock=self.clock)

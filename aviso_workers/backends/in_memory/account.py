@@ -148,7 +148,9 @@ class InMemoryAccount:
         self.store(taker, _produced(schedule))
 
     def _accepted(self, outgoing: Outgoing) -> tuple[InMemoryStream, Message]:
-        """Return where it is to be stored, and as what."""
+        """Return the stream that takes the message, and the message with the headers that a server adds. Raises
+        `RefusedError`, and `UnavailableError` where no stream takes its subject.
+        """
         message, stream = outgoing.message, outgoing.stream
         if why := subjects.why_refused(message.subject):
             raise RefusedError(f"publish: {why}")

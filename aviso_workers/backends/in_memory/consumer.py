@@ -120,7 +120,7 @@ class InMemoryConsumer(Struct, eq=False, kw_only=True, dict=True):
 
 
 class InMemoryDelivery(Noted, eq=False):
-    """One message of a durable consumer; see `backends.Delivery`. Settled without a connection, it is not."""
+    """One message of a durable consumer; see `backends.Delivery`. A settlement without a connection is lost."""
 
     message: Message
     num_delivered: int
@@ -128,7 +128,7 @@ class InMemoryDelivery(Noted, eq=False):
     _reader: InMemoryConsumer
     _until: float
     _losses: int
-    """Of the connection, when it was delivered."""
+    """How often the connection had been lost when the message was delivered."""
     can_be_read_again: ClassVar[bool] = True
 
     @property
@@ -162,7 +162,9 @@ class InMemoryDelivery(Noted, eq=False):
             self._dispatcher.in_progress(self.message.sequence)
 
     def _reaches(self) -> bool:
-        """Return whether it gets through to the consumer of that name, which may be another one by now."""
+        """Return whether a settlement reaches the consumer of this name, which may have been recreated since the
+        delivery.
+        """
         if not self._reader.connection.ready:
             self._reader.settlements_lost += 1
         return self._reader.connection.ready and self._dispatcher.serving and self.held
@@ -230,7 +232,9 @@ class Dispatcher:
         self.wake()
 
     def pause(self, until: datetime | None) -> float:
-        """Pause until then, and return for how many seconds; 0 where that is over, so that it goes on."""
+        """Pause the consumer until a time, and return for how many seconds. Resume it and return 0 where the time is
+        over or None.
+        """
         if self._pause is not None:
             self._pause.cancel()
         seconds = (until - EPOCH).total_seconds() - self._clock.time_ns() / 1e9 if until else 0.0
@@ -260,7 +264,7 @@ class Dispatcher:
         return self._clock.monotonic()
 
     def held_until(self) -> float:
-        """Return for how long nobody else is given what is delivered, or reported in progress, now: at least."""
+        """Return the time until which a reader may settle a message that is delivered or reported in progress now."""
         return (
             self.time() + self.durable.ack_wait_seconds
             if self.durable.config["priority_policy"] == PINNED
@@ -311,7 +315,7 @@ class Dispatcher:
         return True
 
     def _look_at(self, deadline: float) -> None:
-        """See to what is overdue at `deadline`, if not before: one timer, for the earliest deadline."""
+        """Set the one timer to this deadline, unless it is set to an earlier one, to make overdue messages due."""
         if self._timer is not None:
             if self._timer.when() <= deadline:
                 return

@@ -76,7 +76,7 @@ class InMemoryStream:
         self._created = datetime.fromtimestamp(created_ns // 1000 / 1e6, UTC)
         self._bytes = 0
         self._ends: list[tuple[int, int]] = []
-        """When which sequence has outlived its TTL, the next one first."""
+        """A heap of messages with a TTL: the time of its end, in nanoseconds since 1970, and the sequence."""
         self._message_ids: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self.configure(config)
 
@@ -381,7 +381,9 @@ class Durable:
         self.settle(sequence)
 
     def take(self, now: float) -> tuple[Message, int] | None:
-        """Return the next message to deliver and how often that makes, now in the hands of the caller."""
+        """Return the next message to deliver, and how often it was delivered, this time included; None where there is
+        none.
+        """
         if self.paused_until is not None:
             return None
         while self._due:
@@ -409,7 +411,7 @@ class Durable:
         return structs.replace(message, data=b"", headers=headers)
 
     def settle(self, sequence: int) -> None:
-        """Acked or terminated. It does not matter by which of several deliveries."""
+        """Forget a message that was acked or terminated, by whichever of its deliveries."""
         self._outstanding.pop(sequence, None)
         self._due.pop(sequence, None)
 

@@ -51,11 +51,11 @@ PING_SECONDS = 5.0
 SILENT_PINGS = 2
 """A server that leaves so many PINGs in a row unanswered is left. One may be our own fault: a loop that was stuck."""
 MAX_DENIALS = 1000
-"""How many subjects that were denied are remembered, to be found by who waits for an answer to what he sent there."""
+"""How many denials are remembered: a request whose answer does not come is looked up among them."""
 MAX_REPORTED = 100
 """How many kinds of denied subjects are told, each once."""
 KINDS = {"$js.ack": 4, "$kv": 2, "$js.api": 5, "_inbox": 1}
-"""How many tokens of a subject tell its kind: what follows is of one message, or of one request."""
+"""By its first tokens, how many tokens of a subject are its kind. Later tokens belong to one message or one request."""
 FLUSH_AGAIN_SECONDS = 0.1
 CLOSE_SECONDS = 3.0
 READING = re.compile(
@@ -94,7 +94,7 @@ class NatsConnection:
         """The prefix of the subjects on which we listen to answers."""
         self._inboxes: set[Inbox] = set()
         self.settled_below = b"$JS.ACK."
-        """How the subjects began by which messages were settled that came last: a server may use a longer form."""
+        """The beginning of the subjects by which the latest messages were settled: a server may use a longer form."""
         self._moved = False
         """Whether the prefix has changed since the connection was made."""
         self._user = ""
@@ -105,7 +105,7 @@ class NatsConnection:
         self._since: datetime | None = None
         """Since when there is no connection, after the first one."""
         self._told = ("", -math.inf)
-        """The last reason that was told of that, and when, on the event loop's clock."""
+        """The reason that the listener was last told, and when, on the event loop's clock."""
         self._denials: dict[str, float] = {}
         """By what the server said, when it last denied us a subject; the oldest first."""
         self._reported: set[str] = set()
@@ -545,7 +545,7 @@ def _denies_answers(said: str, prefix: str) -> bool:
 
 
 def _kind(said: str) -> str:
-    """Return what was denied, of which there may be many: the subject is cut where it is of one message or request."""
+    """Return what a server has denied, without the tokens of the subject that belong to one message or one request."""
     denied, _, rest = said.removeprefix("nats: ").strip("'").removeprefix("permissions violation for ").partition('"')
     subject = rest.partition('"')[0]
     tokens = subject.split(".")

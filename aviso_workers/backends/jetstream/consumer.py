@@ -39,7 +39,7 @@ from aviso_workers.jetstream.identities import Identity
 from aviso_workers.jetstream.specs import GROUP, PINNED
 
 CONFIRM_SECONDS = 0.5
-"""A settlement that is to be confirmed is sent again after this: whose consumer has no leader just now, is lost."""
+"""The time after which an unconfirmed settlement is sent again: it is lost while the consumer has no leader."""
 ACK = b"+ACK"
 IN_PROGRESS = b"+WPI"
 
@@ -218,7 +218,7 @@ def _nak(delay_seconds: float) -> bytes:
 class PullConsumer:
     """An open reader of a durable consumer; see `backends.Consumer`.
 
-    `made` says which one each consumer of the connection is, as was last seen by any reader of it.
+    `made` has the identity of each consumer of the connection, as any of its readers last saw it.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class PullConsumer:
         """For how long a delivery is ours alone; None where readers are not pinned."""
         self._stopped = False
         self._left_as = ""
-        """The id by which it was pinned when it stopped: from then on it hears no more of that."""
+        """The id by which the reader was pinned when it stopped; after that, it hears of no other."""
         self._changed = anyio.Event()
         self._ended = anyio.Event()
         self._error: BackendError = UnavailableError(f"{self._name} was closed")
@@ -350,7 +350,9 @@ class PullConsumer:
             self._pulls.ask(wanted)
 
     async def _check(self) -> None:
-        """Make sure that it is there and the one that was opened, then ask again."""
+        """Make sure that the consumer exists and was not recreated, and give up the requests that are not answered.
+        Raises `NotFoundError`.
+        """
         found = await self._management.consumer_info(*self._consumer)
         if not identities.of(found).is_same(self._opened):
             raise NotFoundError(f"{self._name} was deleted and recreated")
@@ -414,7 +416,7 @@ class PullConsumer:
 
     def _settle_pinned(self, reply: bytes, body: bytes, held: Callable[[], bool]) -> None:
         if self._same():
-            # All that follows waits for it, and while a consumer has no leader it gets lost.
+            # The next message waits for this settlement, which is lost while the consumer has no leader.
             self._outbox.put(reply, body, confirmed=True, held=lambda: held() and self._same())
 
     def _same(self) -> bool:

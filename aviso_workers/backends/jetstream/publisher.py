@@ -37,7 +37,7 @@ from aviso_workers.jetstream.info import StreamConfig
 
 MAX_BYTES_OF_CHARACTER = 4
 FEWEST = 10
-"""The least batch has about as many answers: fewer messages are better acknowledged one by one."""
+"""The fewest messages of a fast batch: fewer are better acknowledged one by one."""
 FLOW = 500
 """The server says how far it is after so many messages at the latest, and more often at first."""
 START, ADD, COMMIT = 0, 1, 2
@@ -74,7 +74,8 @@ class JetStreamPublisher:
     def __init__(self, connection: NatsConnection) -> None:
         self._connection = connection
         self._waiting: dict[bytes, tuple[_PendingMessages, int]] = {}
-        """By the subject on which the acknowledgement comes: whose it is, and which of them."""
+        """By the subject on which an acknowledgement comes: the messages that are published together, and the index of
+        its own."""
         self._inbox: Inbox
 
     async def open(self) -> None:
@@ -259,7 +260,7 @@ class _FastBatch(msgspec.Struct, eq=False):
     messages: list[tuple[bytes, bytes, bytes]] = []
     """Subject, header block and data of each."""
     places: list[int] = []
-    """Of each, among those that are published together."""
+    """The index of each message among those that are published together."""
     over: anyio.Event = msgspec.field(default_factory=anyio.Event)
     answer: PublishAnswer | None = None
 
@@ -321,7 +322,9 @@ class Ingester:
         return batch.answer.count
 
     def _batches(self, outgoing: Sequence[Outgoing]) -> list[_FastBatch]:
-        """Return what of it can go as batches. A message that is refused before it is sent would end its batch."""
+        """Return a batch for each stream that takes batches and has enough messages. A message that we refuse before it
+        is sent is in none: it would end its batch.
+        """
         batches: dict[str, _FastBatch] = {}
         if not self._connection.ready:
             return []
@@ -374,7 +377,7 @@ class Ingester:
             if answer.error.get("err_code") == error_codes.FAST_BATCHES_OFF:
                 self._streams.discard(batch.stream)
             if data and not (answer.type or answer.error or answer.batch):
-                # Of one message: there is something between us and the server that does not hand on what makes a batch.
+                # The answer to one message: something between us and the server does not pass on what makes a batch.
                 self._streams.discard(batch.stream)
                 answer = PublishAnswer(stream=batch.stream)
             if not answer.type:

@@ -32,7 +32,7 @@ from aviso_workers.jetstream.specs import PINNED, PRIORITIZED
 
 EXPIRES_SECONDS = 30
 RENEWALS = 4
-"""Requests within the time after whose end a pinned reader is unpinned: some may get lost."""
+"""How many requests a pinned reader makes in the time after which it would be unpinned: some may get lost."""
 PINNED_HEARTBEAT_SECONDS = 1.0
 ELECTION_SECONDS = 3.5
 """Less than the four seconds that followers wait, at least, before they elect another leader of a consumer."""
@@ -82,9 +82,9 @@ class PullSubscription:
         self.pin = ""
         """The id by which this reader is served before all others; empty while it is not, or that is not known."""
         self._answered = False
-        """Whether anything came since what was outstanding was taken for lost."""
+        """Whether anything has come since `forget` was last called."""
         self._group: dict[str, Any] = {}
-        """Which of the readers this one is."""
+        """The fields by which a request names the priority group, and the reader's priority in it."""
         self._may_be_pinned = False
         self._received_at = self._now()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
@@ -156,7 +156,9 @@ class PullSubscription:
         return self._now() - self._last_received > 2 * HEARTBEAT_SECONDS
 
     def forget(self) -> None:
-        """Take what is outstanding for lost. When that was in vain before, nobody hears us: that is the `error`."""
+        """Give up the outstanding requests. Where nothing has come since this was last done, nobody answers: set
+        `error`.
+        """
         if self.outstanding and not self._answered:
             self.error = UnavailableError(f"{self._name}: requests for messages are not answered")
         self.outstanding = 0

@@ -67,7 +67,7 @@ CREATE_SECONDS = 1.0
 """A server that lives creates a consumer within milliseconds."""
 CREATE_TRIES = 3
 LASTING_SECONDS = 3.0
-"""A message that one replica has deleted and another has not: so long after, it is either deleted or a difference."""
+"""How long a message may be missing from one replica only, because the other replicas have yet to delete it."""
 ELECTION_SECONDS = 8.0
 """Longer than the servers take to elect another leader for one that has died."""
 
