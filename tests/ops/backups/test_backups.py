@@ -24,7 +24,7 @@ import pytest
 
 from aviso_workers import App
 from aviso_workers.backends import Admin, ConsumerInfo
-from aviso_workers.backends.jetstream.connection import NatsConnection
+from aviso_workers.backends.jetstream.connection import NatsConnection, ServerVersion
 from aviso_workers.errors import BackupError, InvalidIdentifierError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.plans import Plan
@@ -214,7 +214,7 @@ async def test_what_the_server_refuses_leaves_nothing(site: Site, original: Orig
 async def test_a_server_too_old_for_the_format_is_left_alone(
     site: Site, original: Original, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NatsConnection, "server_version", (2, 14))
+    monkeypatch.setattr(NatsConnection, "server_version", ServerVersion(2, 14))
     for act in (backups.restore, backups.drill):
         with pytest.raises(RefusedError, match=r"2\.15 or newer is needed; this one is 2\.14"):
             await act(site.app.session.admin, original.backup)
