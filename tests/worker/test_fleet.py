@@ -55,11 +55,12 @@ time.sleep(60)
 
 TAKES = """
 import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.write(int(sys.argv[-1].partition(":")[2]), b"\\n")
 pathlib.Path(f"console-{os.getpid()}").touch()
 os.kill(os.getpid(), signal.SIGSTOP)
 """
-"""A console that takes connections and hangs: SIGTERM waits until it goes on."""
+"""A console that takes connections and hangs: only SIGKILL ends it."""
 FOREVER_SECONDS = 3600.0
 STOPPED = "process.stopped"
 

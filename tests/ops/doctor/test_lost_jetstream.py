@@ -117,5 +117,4 @@ def test_the_account_loses_jetstream_and_gets_it_back(tmp_path: Path, run: Run) 
 
         for number in range(3):
             cluster.restart(number)
-        seen = cluster.eventually(lambda seen: seen.state("JS044") is State.PASS)
-        assert seen.state("JS017") is State.PASS, seen
+        cluster.eventually(lambda seen: {seen.state("JS044"), seen.state("JS017")} == {State.PASS})
