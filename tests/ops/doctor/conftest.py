@@ -157,12 +157,17 @@ async def publish(administration: Administration, stream: str, count: int, *, si
 
 async def pull(administration: Administration, stream: str, consumer: str, count: int, **request: Any) -> list[str]:
     """Be given so many messages; returns where to acknowledge them."""
-    inbox = administration.new_inbox()
-    asked = json.dumps({"batch": count, "expires": 20 * SECOND, **request}).encode()
+    inbox, given = administration.new_inbox(), list[str]()
     async with administration.listen(inbox) as heard:
-        administration.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", asked, reply=inbox)
         with anyio.fail_after(PATIENCE_SECONDS):
-            return [(await heard.receive()).reply for _ in range(count)]
+            while len(given) < count:
+                asked = json.dumps({"batch": count - len(given), "expires": 20 * SECOND, **request}).encode()
+                administration.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", asked, reply=inbox)
+                while len(given) < count and (reply := (await heard.receive()).reply):
+                    given.append(reply)
+                if len(given) < count:
+                    await anyio.sleep(0.1)  # it was a status: the consumer has no leader yet
+    return given
 
 
 @asynccontextmanager
