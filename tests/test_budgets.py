@@ -15,7 +15,7 @@ BUDGETS = {
     "code of agents": 470,
     "code of cli": 2_771,
     "code of console": 1_760,
-    "code of ops": 8_171,
+    "code of ops": 8_169,
     "code of projects": 29,
     "code of server": 1_085,
     "code of spark": 3_103,

@@ -23,7 +23,7 @@ from aviso_workers.config.streams import event_streams
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.error_codes import NO_MESSAGE, STREAM_NOT_FOUND
 from aviso_workers.jetstream.info import Cluster, ConsumerInfo, StreamInfo
-from aviso_workers.jetstream.specs import OURS
+from aviso_workers.jetstream.specs import BUCKET, OURS
 from aviso_workers.ops.doctor import replicas
 from aviso_workers.ops.doctor.checks.clients import has_user
 from aviso_workers.ops.doctor.facts import Facts
@@ -80,7 +80,6 @@ LEADERS_TO_COUNT, MAX_LEADERS = 12, 3 / 4
 USED, NEARLY_USED_UP = 0.80, 0.95
 FAILING_SHARE, FEW_CALLS = 0.1, 10
 COMFORTABLE = (2, 14)
-BUCKET = "KV_"
 LEVEL = "_nats.req.level"
 COPY_ANEW = (
     "Then, one server with a wrong replica at a time: stop it, remove the directory jetstream/ACCOUNT/streams/{stream} "

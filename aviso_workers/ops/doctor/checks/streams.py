@@ -8,7 +8,7 @@ from aviso_workers.aviso.literals import SECOND
 from aviso_workers.jetstream import plans, subjects
 from aviso_workers.jetstream.info import NEVER, StreamInfo
 from aviso_workers.jetstream.metadata import SET_MARK, UNFINISHED
-from aviso_workers.jetstream.specs import OURS, stated
+from aviso_workers.jetstream.specs import BUCKET, OURS, stated
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import Declaration, Finding, Found, State, about, each_stream
 from aviso_workers.ops.mirrors import STALE_SECONDS
@@ -18,7 +18,6 @@ from aviso_workers.state.own_streams import COUNTERS, DEAD_LETTERS, RETRIES
 REPLICAS = 3
 NEARLY_FULL, FULL = 0.80, 0.95
 MANY_GAPS, GAPS_PER_MESSAGE = 10_000, 10
-BY_KEY = "KV_"
 JETSTREAM = "notification_backend.jetstream"
 APPLY = "then run `aviso-workers streams apply`"
 OUR_REPLICAS = (
@@ -333,7 +332,7 @@ def half_restored(stream: StreamInfo, _: Facts) -> Iterator[Found]:
 
 
 def _replicas(stream: StreamInfo) -> Finding:
-    cure = OUR_REPLICAS if stream.name.startswith(OURS) else BUCKETS_REPLICAS if stream.name.startswith(BY_KEY) else ""
+    cure = OUR_REPLICAS if stream.name.startswith(OURS) else BUCKETS_REPLICAS if stream.name.startswith(BUCKET) else ""
     return Finding(stream=stream.name, found=f"num_replicas {stream.config.num_replicas}", cure=cure)
 
 
@@ -343,7 +342,7 @@ def _keeps_state(stream: StreamInfo) -> bool:
     """
     name = stream.name
     of_ours = own_streams.app_of(COUNTERS, name) or delayed_messages.event_stream_of(name)
-    return bool(of_ours) or name.startswith(BY_KEY)
+    return bool(of_ours) or name.startswith(BUCKET)
 
 
 def _has_dead_letters(stream: StreamInfo) -> bool:
