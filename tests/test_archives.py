@@ -55,6 +55,7 @@ def files(directory: Path) -> set[str]:
     return {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 def test_the_source_archive_has_all_of_the_project(built: Archives) -> None:
     with tarfile.open(built.source) as source:
         packed = {name.partition("/")[2] for name in source.getnames()}
@@ -88,6 +89,7 @@ def test_the_wheel_has_the_files_of_config(installed: Path, name: str) -> None:
     assert (installed / "aviso_workers" / "shipped" / name).read_text() == (CONFIG / name).read_text()
 
 
+@pytest.mark.slow
 def test_the_command_line_of_the_wheel_prints_them_and_its_version(installed: Path) -> None:
     def printed(*arguments: str) -> str:
         return subprocess.run(

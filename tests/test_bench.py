@@ -21,6 +21,7 @@ AT_LEAST = Target(what="ours over the best of theirs", figure="ours", over=("one
 AT_MOST = Target(what="ours", figure="ours", at_most=1.5, unit="ms")
 
 
+@pytest.mark.slow
 def test_consume_tells_figures_and_targets(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     bench = subprocess.run(
@@ -46,6 +47,7 @@ def test_consume_tells_figures_and_targets(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_worker_that_scale_measures_is_there() -> None:
     contestants = [one for some in scaling._of_a_full_stream(1000).values() for one in some]
     apps = {one.app.removeprefix("scaled_agents:") for one in contestants if ":" in one.app}

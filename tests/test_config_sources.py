@@ -431,6 +431,7 @@ def test_effective_values_are_plain_data_in_lists_too() -> None:
     assert [each["until"] for each in shown["doctor.accepted"]] == ["2027-01-31T00:00:00+00:00"]
 
 
+@pytest.mark.slow
 def test_the_json_schema_describes_every_field_of_the_settings() -> None:
     schema = display.json_schema()
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
@@ -577,6 +578,7 @@ def test_no_bytes_raise_anything_but_our_error(content: bytes) -> None:
     load_or_refuse(content)
 
 
+@pytest.mark.slow
 @NEVER_ANYTHING_ELSE
 @given(st.dictionaries(KEYS, DOCUMENTS, max_size=5))
 def test_no_yaml_raises_anything_but_our_error(document: Any) -> None:
@@ -596,6 +598,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(JSON)
 def test_json_is_yaml(document: Any) -> None:
     node, mistakes = parse(json.dumps({"x": document}, ensure_ascii=False), KeyPlace(rank=0, line=1, source="x"))

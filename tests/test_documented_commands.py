@@ -164,6 +164,7 @@ def with_users(reader: Reader) -> Reader:
     return reader
 
 
+@pytest.mark.slow
 def test_the_tutorial(reader: Reader, free_port: int) -> None:
     new, _, publish, mistake, failure, _ = texts("docs/tutorial.md", "bash")
     check, dev = lines("docs/tutorial.md", 1)
@@ -189,6 +190,7 @@ def test_what_newcomer_types_are_lines_of_the_tutorial() -> None:
     assert [command for command in (page.check, page.dev, page.notify) if command not in typed] == []
 
 
+@pytest.mark.slow
 def test_a_replay_that_is_published_elsewhere(reader: Reader, other_server: NatsServer) -> None:
     reader.write("other.yaml", CONFIGURATION, url=other_server.url)
     reader.types(PUBLISH)
@@ -373,6 +375,7 @@ class TestOperating:
         assert "MARS" in streams
         assert "no stream follows another one" in reader.types(texts("docs/failover.md", "bash")[0])
 
+    @pytest.mark.slow
     def test_streams_that_are_declared(self, reader: Reader) -> None:
         """On the one server of the test, which can have neither three replicas nor a tag."""
         declared, _ = texts("docs/streams.md", "yaml")
@@ -383,6 +386,7 @@ class TestOperating:
         reader.types(apply)
         assert "deny_purge  true" in reader.types(show)
 
+    @pytest.mark.slow
     def test_an_app_that_is_described(self, reader: Reader) -> None:
         reader.write("rides.py", texts("docs/agents/event-types.md", "python")[0])
         as_json, as_yaml = lines("docs/agents/event-types.md", 0)
@@ -390,6 +394,7 @@ class TestOperating:
         assert json.loads((reader.folder / "asyncapi.json").read_text())["info"]["version"] == "1.4.0"
         assert "address: ride.{vendor}.{n}" in reader.types(as_yaml)
 
+    @pytest.mark.slow
     def test_the_streams_of_an_app_and_of_former_versions(self, reader: Reader, nats_server: NatsServer) -> None:
         reader.instead = {"mine.agents": "fields"}
         for made in lines("docs/security/apps.md", 0):
@@ -408,6 +413,7 @@ class TestOperating:
         assert "differs" not in reader.types(applied)
         reader.types(shown)
 
+    @pytest.mark.slow
     def test_what_is_rendered(self, reader: Reader) -> None:
         reader.instead = {"/etc/nats": str(reader.folder), "mine.agents": "fields"}
         (role,) = lines("docs/security.md", 0)
@@ -456,12 +462,14 @@ class TestOperating:
         finally:
             reader.types(stop)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("number", [0, 1])
     def test_workers(self, reader: Reader, number: int) -> None:
         reader.instead = {"mine:app": "fields:app"}
         with reader.runs(*lines("docs/fleets.md", number)) as running:
             running.until("agent.started")
 
+    @pytest.mark.slow
     def test_a_worker_that_is_reloaded(self, reader: Reader, free_port: int) -> None:
         reader.instead = {"mine:app": "fields:app"}
         reader.write("aviso.yaml", CONFIGURATION, url=f"nats://127.0.0.1:{free_port}")
@@ -499,6 +507,7 @@ class TestExamples:
             until(lambda: "cycle_complete" in reader.types(complete, code=None))
             reader.types(late, code=None)  # of a cycle that is late it is told within a minute
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("database")
     def test_field_index(self, developer: Callable[[str], Reader], postgres_server: Postgres) -> None:
         programs.find("psql", package="postgresql-client")
@@ -511,6 +520,7 @@ class TestExamples:
             reader.types(publish)
             until(lambda: "/data/12" in reader.types(look))
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("database")
     def test_inbox_and_outbox(self, developer: Callable[[str], Reader], postgres_server: Postgres) -> None:
         programs.find("psql", package="postgresql-client")
@@ -524,6 +534,7 @@ class TestExamples:
             until(lambda: re.search(r"od .* 3$", reader.types(look), re.MULTILINE))
             until(lambda: '"bytes":3' in reader.types(replay, code=None))
 
+    @pytest.mark.slow
     def test_a_webhook_relay(self, developer: Callable[[str], Reader]) -> None:
         reader = developer("webhook-relay")
         dev, publish = lines("docs/examples/webhook-relay.md", 0)
@@ -535,6 +546,7 @@ class TestExamples:
                 until(lambda: posted)
         assert posted == ["/fields"]
 
+    @pytest.mark.slow
     def test_a_review_of_dead_letters(self, reader: Reader) -> None:
         """Of one that no rule applies to."""
         reader.write("dead_letter_review.py", (EXAMPLES / "dead-letter-review" / "dead_letter_review.py").read_text())

@@ -138,6 +138,7 @@ async def test_the_example_of_the_readme(
     assert capsys.readouterr().out == "12 /data/oper\n"
 
 
+@pytest.mark.slow
 async def test_the_example_of_timers(tmp_path: Path) -> None:
     async with harness(in_memory(example("timers.md")["app"], tmp_path)) as at_work:
         await at_work.advance(3600)

@@ -104,6 +104,7 @@ async def test_a_fastapi_application(config: Path) -> None:
     assert app.runs == {}
 
 
+@pytest.mark.slow
 def test_a_notebook(config: Path, tmp_path: Path) -> None:
     begin, declare, run, *in_a_task = programs("In a notebook")
     meanwhile = "await app.notify('mars', {'class': 'od', 'date': '2026-11-20', 'step': 18})"
@@ -122,6 +123,7 @@ def test_a_notebook(config: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_a_script(config: Path, tmp_path: Path) -> None:
     script = programs("Publish without an event loop")[0]
     ran = subprocess.run(

@@ -74,6 +74,7 @@ def test_the_functions_in_c_are_used_where_they_are_built(pure: ModuleType) -> N
         assert getattr(pure, name).__module__ == "pure"
 
 
+@pytest.mark.slow
 @given(st.lists(plain() | odd() | mutated(), max_size=6).map(b"".join), st.integers(0, 3))
 def test_a_read_is_split_alike(pure: ModuleType, data: bytes, begin: int) -> None:
     begin = min(begin, len(data))
@@ -99,6 +100,7 @@ REPLIES = st.one_of(
 ARRIVALS = st.tuples(st.binary(max_size=8), REPLIES, st.binary(max_size=2), st.binary(max_size=4))
 
 
+@pytest.mark.slow
 @given(st.lists(ARRIVALS, max_size=5))
 def test_replies_are_read_alike(pure: ModuleType, arrivals: list[_fast.Arrival]) -> None:
     assert _fast.stored(arrivals, OWN) == pure.stored(arrivals, OWN)

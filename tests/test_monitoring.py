@@ -277,6 +277,7 @@ def tried(alert: str, *further: object) -> object:
     return pytest.param(alert, *further, marks=() if alert in EVERYDAY else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alert", "unhealthy"),
     [
@@ -452,6 +453,7 @@ def is_heading(place: str) -> bool:
     return anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.slow
 def test_what_metrics_md_says_makes_links_of_the_runbooks(tmp_path: Path) -> None:
     (block,) = re.findall(r"```bash\n(.*?)```", (PROJECT / "docs" / "metrics.md").read_text(), re.DOTALL)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

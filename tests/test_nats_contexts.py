@@ -250,6 +250,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_commands_that_connect_take_a_context_and_others_do_not(save: Callable[..., Path]) -> None:
     save("prod", url="nats://127.0.0.1:1", user="me", password="s3cret")
     shown = run("config", "show", "--context", "prod")
@@ -263,6 +264,7 @@ def test_commands_that_connect_take_a_context_and_others_do_not(save: Callable[.
     assert "No such option" in run("server", "start", "--context", "prod").stderr
 
 
+@pytest.mark.slow
 def test_the_connection_of_an_app_is_that_of_the_context(save: Callable[..., Path]) -> None:
     save("prod", url="nats://127.0.0.1:1")
     Path("mine.py").write_text(

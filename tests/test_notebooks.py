@@ -152,6 +152,7 @@ def run_cells(tmp_path: Path) -> Cells:
     return run_cells
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_run_again_declares_its_agent_anew(run_cells: Cells) -> None:
     ran = run_cells(
         BEGIN, AGENT % "first", RUN, "del index", AGENT % "second", RUN, "assert seen == ['first', 'second'], seen"
@@ -159,6 +160,7 @@ def test_a_cell_that_is_run_again_declares_its_agent_anew(run_cells: Cells) -> N
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_what_runs_goes_on_until_the_app_is_opened_again(run_cells: Cells) -> None:
     declares_meanwhile = RUN.replace("count = len(seen)", "count = len(seen); declare()")
     declare = "def declare():\n" + "\n".join("    " + line for line in (AGENT % "second").splitlines())
@@ -168,16 +170,19 @@ def test_what_runs_goes_on_until_the_app_is_opened_again(run_cells: Cells) -> No
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_every_kind_of_declaration_takes_the_place_of_the_former_one(run_cells: Cells) -> None:
     ran = run_cells(BEGIN, ALL_KINDS % 1, ALL_KINDS % 2, DECLARED, ALL_KINDS % 1, ALL_KINDS % 2, DECLARED)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_routers_are_included_again_those_of_a_package_as_well(run_cells: Cells) -> None:
     ran = run_cells(BEGIN, ROUTER, INCLUDE, INCLUDE, ROUTER, INCLUDE)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_a_class_that_was_made_anew_without_what_needs_it_is_a_mistake_that_says_so(run_cells: Cells) -> None:
     again = "class Database: pass\n\n@app.resource\ndef database() -> Database:\n    return Database()"
     ran = run_cells(BEGIN, ALL_KINDS % 2, again, "print('\\n'.join(app.mistakes()))")
@@ -200,6 +205,7 @@ async def index(notification: Notification[Any]) -> None: ...
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twice", [TWO_ROUTERS, TWO_DECORATORS])
 def test_what_is_declared_twice_in_one_run_is_a_mistake_here_too(run_cells: Cells, twice: str, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(INSTALLED.replace('Router("installed")', 'Router("other")'))

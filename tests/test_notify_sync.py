@@ -134,6 +134,7 @@ def until_refused(opened: Portal) -> None:
         event_loops.call(opened.blocking, anyio.sleep, 0)
 
 
+@pytest.mark.slow
 def test_many_threads_publish_at_once_over_one_connection(app: App, nats_server: NatsServer) -> None:
     def publish(thread: int) -> list[Receipt]:
         return [app.notify_sync("mars", {"class": f"c{thread}", "step": step}) for step in range(CALLS)]
@@ -194,6 +195,7 @@ async def test_inside_of_an_event_loop_it_says_what_to_write_instead(app: App) -
         app.notify_sync("mars", {"class": "od", "step": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "steps"), [(FORKING, 4 * 50 + 3 * 25 + 3), (FORKING_WHILE_CONNECTED, 3)])
 def test_a_process_that_is_forked_publishes_too_and_its_parent_goes_on(
     program: str, steps: int, app: App, nats_server: NatsServer, tmp_path: Path
@@ -203,6 +205,7 @@ def test_a_process_that_is_forked_publishes_too_and_its_parent_goes_on(
     assert (len(found), len(set(found))) == (steps, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "code"), [(ENDING, 0), (ENDING_IN_AN_ERROR, 3)])
 def test_a_script_ends_right_after_its_last_call(program: str, code: int, app: App, tmp_path: Path) -> None:
     assert run(program, tmp_path / "config.yaml") == (code, "1\n", "")

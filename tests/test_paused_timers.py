@@ -32,6 +32,7 @@ def app() -> App:
     return App("paused", config=app_config("in_memory", ""))
 
 
+@pytest.mark.slow
 @LEADERS
 async def test_a_pause_ends_by_itself_and_its_ticks_are_missed(app: App, leader: bool) -> None:
     @app.every("10m", leader=leader)
@@ -44,6 +45,7 @@ async def test_a_pause_ends_by_itself_and_its_ticks_are_missed(app: App, leader:
         assert [tick.time for tick in t.ticks(look)] == at(10, 40, 50, 60)
 
 
+@pytest.mark.slow
 async def test_the_ticks_of_a_pause_are_caught_up_by_a_timer_that_does(app: App) -> None:
     @app.every("10m", leader=True, catch_up=True)
     async def look() -> None: ...
@@ -59,6 +61,7 @@ async def test_the_ticks_of_a_pause_are_caught_up_by_a_timer_that_does(app: App)
         assert [tick.time for tick in t.ticks(look)] == at(10, 20, 30)
 
 
+@pytest.mark.slow
 async def test_a_pause_holds_where_a_server_has_stored_an_answer_in_its_place(app: App) -> None:
     @app.every("10m")
     async def look() -> None: ...
@@ -71,6 +74,7 @@ async def test_a_pause_holds_where_a_server_has_stored_an_answer_in_its_place(ap
         assert [tick.time for tick in t.ticks(look)] == at(50, 60)
 
 
+@pytest.mark.slow
 @LEADERS
 async def test_a_pause_holds_while_the_server_is_away(app: App, leader: bool) -> None:
     @app.every("10m", leader=leader)
@@ -100,6 +104,7 @@ async def test_what_is_no_pause_pauses_nothing(app: App, value: bytes) -> None:
         assert [tick.time for tick in t.ticks(look)] == at(1)
 
 
+@pytest.mark.slow
 async def test_missed_ticks_are_run_in_order_and_none_that_a_leader_has_begun(app: App) -> None:
     seen: list[Tick] = []
 
@@ -124,6 +129,7 @@ async def test_missed_ticks_are_run_in_order_and_none_that_a_leader_has_begun(ap
         assert len(await t.catch_up(look, before, START, again=True)) == 7
 
 
+@pytest.mark.slow
 async def test_what_came_before_the_first_leader_was_begun_by_none(app: App) -> None:
     @app.every("10m", leader=True)
     async def look() -> None: ...
@@ -133,6 +139,7 @@ async def test_what_came_before_the_first_leader_was_begun_by_none(app: App) -> 
         assert [ticked.time for ticked in await t.catch_up(look, *at(10, 50))] == at(10, 20, 30)
 
 
+@pytest.mark.slow
 async def test_a_new_leader_knows_which_ticks_were_missed(app: App) -> None:
     @app.every("10m", leader=True)
     async def look() -> None: ...

@@ -143,6 +143,7 @@ def test_the_name_of_something_else_is_refused(tmp_path: Path, name: str, other:
 # --- It works ---
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(project: Path) -> None:
     assert "4 passed" in run(project, "python", "-m", "pytest", "-p", "no:asyncio", "-p", "no:cacheprovider")
 
@@ -158,6 +159,7 @@ def test_check_finds_no_mistake_and_warns_of_nothing(project: Path) -> None:
     assert said == "field_index: 1 agent, no mistakes\n"
 
 
+@pytest.mark.slow
 def test_its_procfile_runs_a_worker_that_handles_what_notify_publishes(project: Path, tmp_path: Path) -> None:
     nats, status = free_ports(2)
     variables = {

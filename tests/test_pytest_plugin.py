@@ -38,10 +38,12 @@ def run(pytester: pytest.Pytester) -> Run:
 
 
 class TestDocuments:
+    @pytest.mark.slow
     def test_tutorial(self, pytester: pytest.Pytester, run: Run) -> None:
         pytester.makepyfile(test_tutorial=blocks("tutorial.md", "python")[-1])
         run().assert_outcomes(passed=2)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("real", [False, True], ids=["in memory", "on a server"])
     def test_testing(self, pytester: pytest.Pytester, run: Run, nats_server: NatsServer, real: bool) -> None:
         tests = "\n\n".join(blocks("testing.md", "python"))
@@ -53,6 +55,7 @@ class TestDocuments:
         else:
             run().assert_outcomes(passed=count)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in memory", "on a server"]
     )
@@ -83,6 +86,7 @@ class TestDocuments:
 
 
 class TestPlugin:
+    @pytest.mark.slow
     def test_imports_late(self, pytester: pytest.Pytester, run: Run) -> None:
         pytester.makepyfile("""
             import sys
@@ -102,6 +106,7 @@ class TestPlugin:
         result.assert_outcomes(failed=1)
         result.stdout.fnmatch_lines(["*async def functions are not natively supported*"])
 
+    @pytest.mark.slow
     def test_a_failure_says_what_is_not_settled(self, pytester: pytest.Pytester, run: Run) -> None:
         pytester.makepyfile("""
             from fields import app, index_field
@@ -117,6 +122,7 @@ class TestPlugin:
         result.assert_outcomes(failed=1)
         result.stdout.fnmatch_lines(["E*not settled within 30 s:", "E*the last one was retried (*an empty field)"])
 
+    @pytest.mark.slow
     def test_the_server_is_none_in_memory(self, pytester: pytest.Pytester, run: Run) -> None:
         pytester.makepyfile("""
             def test_server(aviso_server, pytestconfig):
@@ -125,6 +131,7 @@ class TestPlugin:
         run().assert_outcomes(passed=1)
         run("--aviso-server", "nats://127.0.0.1:4222").assert_outcomes(passed=1)
 
+    @pytest.mark.slow
     def test_time_begins_where_the_test_says(self, pytester: pytest.Pytester, run: Run) -> None:
         pytester.makepyfile("""
             from datetime import UTC, datetime
@@ -187,6 +194,7 @@ class TestOtherPlugins:
         texts = [FIELD, *(part.format(fixture=fixture, mark=mark) for part in parts)]
         pytester.makepyfile(test_fields="\n".join(["import pytest", "import pytest_asyncio", *map(dedent, texts)]))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("mode", "fixture", "mark", "real"),
         [
@@ -228,6 +236,7 @@ class TestOtherPlugins:
         self.written(pytester, OWN_TEST, fixture="", mark="")
         run("-p", "no:anyio", "-p", "no:asyncio", "-W", "error").assert_outcomes(passed=1)
 
+    @pytest.mark.slow
     def test_a_worker_that_ends_by_an_error_fails_the_test_that_has_it_by_a_fixture(
         self, pytester: pytest.Pytester, run: Run
     ) -> None:

@@ -512,6 +512,7 @@ class TestUnsettled:
             "the last one was retried (RuntimeError: no table)"
         )
 
+    @pytest.mark.slow
     async def test_a_delayed_notification_is_told_with_its_reason(self, app: App, server: str | None) -> None:
         @app.agent("mars")
         async def remind(notification: Notification[Any]) -> Notify:
@@ -593,6 +594,7 @@ class TestErrors:
 
 
 class TestInVirtualTime:
+    @pytest.mark.slow
     async def test_retries_wait_as_the_policy_says(self, app: App) -> None:
         tried: list[float] = []
 
@@ -780,6 +782,7 @@ class TestInVirtualTime:
         assert ended[0][1] == pytest.approx(ended[1][1], abs=1)
         assert t.outcomes(index) == ["dead_lettered"]
 
+    @pytest.mark.slow
     async def test_the_backend_is_not_asked_while_a_worker_holds_what_it_was_given(
         self, app: App, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -897,6 +900,7 @@ async def notify_in_time(t: Harness) -> None:
 
 
 class TestOnAServer:
+    @pytest.mark.slow
     async def test_nothing_stays(self, app: App, nats_server: NatsServer, seen: list[int]) -> None:
         @app.agent("mars", retry=SOON)
         async def index(notification: Notification[Any]) -> None:
@@ -931,6 +935,7 @@ class TestOnAServer:
 
 
 class TestTimersAndTables:
+    @pytest.mark.slow
     async def test_a_timer_runs_when_its_time_comes(self, app: App) -> None:
         looks = app.table("looks", int, default=0)
 
@@ -1084,6 +1089,7 @@ class TestDeadLetters:
 
 
 class TestPaused:
+    @pytest.mark.slow
     async def test_an_agent_is_given_nothing_until_it_is_resumed(self, app: App, server: str | None) -> None:
         @app.agent("mars")
         async def index(notification: Notification[Any]) -> None: ...
@@ -1100,6 +1106,7 @@ class TestPaused:
             await t.settle()
             assert t.outcomes(index) == ["acked"]
 
+    @pytest.mark.slow
     async def test_neither_are_its_retries_nor_after_a_deploy(self, app: App, server: str | None) -> None:
         @app.agent("mars", retry=RetryPolicy(attempts=1))
         async def index(notification: Notification[Any]) -> None: ...

@@ -35,6 +35,7 @@ print([name for name in ("opentelemetry.trace", "aviso_workers.features.traces")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("enabled", "loaded"), [("false", []), ("true", ["opentelemetry.trace", "aviso_workers.features.traces"])]
 )

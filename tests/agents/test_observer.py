@@ -173,6 +173,7 @@ async def test_the_lag_of_an_agent_whose_workers_are_down_is_shown(
     assert now - 60 < shown.gauges["last_poll_timestamp_seconds"][()] <= now
 
 
+@pytest.mark.slow
 async def test_what_an_agent_is_blocked_at_is_told(app: App, shown: Shown, stream: str) -> None:
     @app.agent("field", ack_wait=0.1, retry=RetryPolicy(first=0.01, factor=1, max=60, attempts=None))
     async def index(notification: Notification[Any]) -> None:
@@ -299,6 +300,7 @@ async def test_an_agent_without_any_has_none_shown_so_that_the_first_one_is_a_ch
         await shown.until_value("dead_letters", labels[:2], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jetstream"])
 async def test_a_thousand_agents_cost_a_handful_of_requests(
     app: App, shown: Shown, stream: str, server: NatsServer

@@ -1077,6 +1077,7 @@ print(len(EventLogReader(lambda line: line, LogPosition()).read(log).events))
 """
 
 
+@pytest.mark.slow
 def test_event_logs_are_read_without_pyspark(directory: Path) -> None:
     log = SparkLog(directory, "local-1", rolling=False)
     log.jobs(2)

@@ -127,6 +127,7 @@ class TestTheBody:
             codec.encode("mars", strict, {"class": "od", "step": "6"}, None)
         assert codec.encode("mars", strict, {"class": "od", "step": "6"}, {}).data == b"{}"
 
+    @pytest.mark.slow
     @given(
         st.recursive(
             st.none()

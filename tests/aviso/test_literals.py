@@ -133,6 +133,7 @@ def test_a_size_reads_back_no_longer_than_it_was(number: int, unit: str) -> None
     assert len(size.literal()) <= len(f"{number}{unit}")
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_text_is_read_or_refused_with_value_error(text: str) -> None:
     for parse in (Duration.parse, Size.parse, literals.parse_float):
@@ -164,6 +165,7 @@ def test_a_body_is_shown_as_it_is_and_json_with_indents(body: bytes, shown: str 
     assert literals.body_text(body) == shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [10, 300, 900, 5000])
 def test_nested_json_is_shown_without_indents_where_these_would_be_most_of_it(depth: int) -> None:
     """With indents, a megabyte that is nested 300 times is 300 MB."""

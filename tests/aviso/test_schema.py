@@ -391,6 +391,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([MARS, AREAS, CLOUDS, TOPICLESS]),
     st.dictionaries(st.sampled_from([*FIELD, "polygon", "point_cloud", "point", "b", "z", "x"]), json_values),

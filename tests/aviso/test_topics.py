@@ -108,6 +108,7 @@ values = st.text(min_size=1).filter(lambda text: text.isprintable() and " " not 
 )
 
 
+@pytest.mark.slow
 @given(st.lists(values, min_size=1))
 def test_decoding_undoes_encoding(tokens: list[str]) -> None:
     subject = topics.encode_subject(tokens)

@@ -102,6 +102,7 @@ async def index(notification: Notification) -> None:
 """
 
 
+@pytest.mark.slow
 def test_what_an_agent_is_blocked_at_is_listed_and_decided_about(
     run: Run, config: Path, start: Start, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_what_an_agent_is_blocked_at_is_listed_and_decided_about(
     assert worker.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.slow
 def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
@@ -155,6 +157,7 @@ def test_a_paused_agent_is_given_nothing_and_a_resumed_one_goes_on(
     assert worked(2) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_a_pause_may_have_an_end(run: Run, config: Path, worked: Callable[..., list[str]]) -> None:
     worked(1)
     paused = run("agents", "pause", "field/index", "--for", "10m", "--config", config)
@@ -164,6 +167,7 @@ def test_a_pause_may_have_an_end(run: Run, config: Path, worked: Callable[..., l
     assert abs(datetime.fromisoformat(row["why"].partition(" until ")[2]) - until) < timedelta(seconds=2)
 
 
+@pytest.mark.slow
 def test_a_pause_says_by_whom_and_why_as_long_as_it_is_that_one(
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:
@@ -186,6 +190,7 @@ def test_a_pause_says_by_whom_and_why_as_long_as_it_is_that_one(
     assert run("agents", "rm", "field/index", "--workers-stopped", "--yes", "--config", config).code == 0
 
 
+@pytest.mark.slow
 def test_what_commands_do_stands_in_the_audit(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
@@ -246,6 +251,7 @@ def test_a_pause_of_no_time_is_refused(run: Run, unreachable: Path) -> None:
     assert (ran.code, ran.err.startswith("aviso-workers: --for 0s would pause nothing")) == (2, True), ran
 
 
+@pytest.mark.slow
 def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:
@@ -260,6 +266,7 @@ def test_a_reset_tells_what_it_would_do_and_does_it_with_a_yes(
     assert worked() == ["1", "2", "3", "2", "3"]
 
 
+@pytest.mark.slow
 def test_a_reset_of_an_agent_without_a_consumer_is_what_is_recorded(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
@@ -284,6 +291,7 @@ def test_a_reset_of_an_agent_without_a_consumer_is_what_is_recorded(
     assert worked() == ["1", "2", "3", "2", "3"]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("002-03")
 def test_a_reset_goes_to_a_date(run: Run, config: Path, worked: Callable[..., list[str]], agents: str) -> None:
     worked(1, 2)
@@ -307,6 +315,7 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "datetime", Behind, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_clock")
 def test_a_pause_lasts_as_long_as_was_said_where_the_clock_of_the_command_is_slow(
     run: Run, config: Path, worked: Callable[..., list[str]]
@@ -319,6 +328,7 @@ def test_a_pause_lasts_as_long_as_was_said_where_the_clock_of_the_command_is_slo
     assert timedelta(minutes=9) < until - datetime.now(UTC) < timedelta(minutes=10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_clock")
 def test_a_reset_to_new_handles_nothing_again_where_the_clock_of_the_command_is_slow(
     run: Run, config: Path, worked: Callable[..., list[str]]
@@ -328,6 +338,7 @@ def test_a_reset_to_new_handles_nothing_again_where_the_clock_of_the_command_is_
     assert (done.code, done.lines[-1]) == (0, "index goes on at MARS@3, with 0 notifications ahead of it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
@@ -356,6 +367,7 @@ def test_what_cannot_be_done_is_told(
     assert ran.err.startswith(f"aviso-workers: {complaint}"), ran.err
 
 
+@pytest.mark.slow
 def test_agents_tells_what_is_in_effect_and_how_far_each_has_come(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
@@ -392,6 +404,7 @@ def test_agents_tells_the_policy_where_no_server_answers(run: Run, unreachable: 
     assert ran.err.startswith("how far they have come is not known: no NATS server at nats://127.0.0.1:")
 
 
+@pytest.mark.slow
 @pytest.mark.covers("001-04", "001-38")
 def test_the_list_tells_what_is_left(run: Run, config: Path, worked: Callable[..., list[str]], agents: str) -> None:
     worked(1)
@@ -405,6 +418,7 @@ def test_the_list_tells_what_is_left(run: Run, config: Path, worked: Callable[..
         ]
 
 
+@pytest.mark.slow
 def test_the_app_of_a_list_is_given_as_elsewhere(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
@@ -454,6 +468,7 @@ def test_another_form_is_refused_with_the_right_one(
     ), ran
 
 
+@pytest.mark.slow
 def test_an_app_by_its_name_needs_no_configuration_file(
     run: Run,
     worked: Callable[..., list[str]],
@@ -473,6 +488,7 @@ def test_an_app_by_its_name_needs_no_configuration_file(
         assert ran.out.startswith(f"index is {verb}d"), ran
 
 
+@pytest.mark.slow
 @pytest.mark.covers("001-38")
 def test_the_list_is_watched_until_ctrl_c(
     run: Run, config: Path, worked: Callable[..., list[str]], start: Start
@@ -491,6 +507,7 @@ def test_a_list_is_watched_or_one_document_a_row(run: Run, unreachable: Path) ->
     assert (ran.code, ran.out, ran.err) == (2, "", "aviso-workers: say either --watch or --json\n")
 
 
+@pytest.mark.slow
 def test_the_list_tells_how_many_dead_letters_an_agent_has_and_how_fast_its_lag_grows(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
@@ -499,6 +516,7 @@ def test_the_list_tells_how_many_dead_letters_an_agent_has_and_how_fast_its_lag_
     assert found == {"everything": (0, 0.0), "index": (1, 0.0)}
 
 
+@pytest.mark.slow
 def test_the_list_tells_of_an_agent_whose_consumer_is_gone(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
@@ -514,6 +532,7 @@ def test_the_list_tells_of_an_agent_whose_consumer_is_gone(
         assert state.startswith("consumer gone: a worker makes it again, after sequence 2; the last one of MARS is 3")
 
 
+@pytest.mark.slow
 def test_list_and_policy_tell_that_an_operator_has_removed_a_consumer(
     run: Run, config: Path, worked: Callable[..., list[str]], agents: str
 ) -> None:
@@ -550,6 +569,7 @@ def of_workers(config: Path, *, killed: str = "") -> list[str]:
     return anyio.run(keys)
 
 
+@pytest.mark.slow
 def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
     run: Run, config: Path, agents: str, worked: Callable[..., list[str]]
 ) -> None:
@@ -575,6 +595,7 @@ def test_an_app_that_is_retired_leaves_nothing_but_its_notifications(
     assert len(replayed.lines) == 1
 
 
+@pytest.mark.slow
 def test_one_agent_is_retired_by_itself_and_begins_at_its_start_when_it_comes_back(
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:
@@ -586,6 +607,7 @@ def test_one_agent_is_retired_by_itself_and_begins_at_its_start_when_it_comes_ba
     assert worked(3) == ["1", "2", "1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_an_app_whose_workers_run_is_not_retired(
     run: Run, config: Path, start: Start, agents: str, worked: Callable[..., list[str]]
 ) -> None:
@@ -608,6 +630,7 @@ def waiting(run: Run, config: Path) -> int:
     return int(json.loads(shown.out)["num_waiting"])
 
 
+@pytest.mark.slow
 def test_an_app_that_was_active_lately_is_not_retired_by_itself(
     run: Run, config: Path, worked: Callable[..., list[str]]
 ) -> None:

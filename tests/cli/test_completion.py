@@ -46,6 +46,7 @@ def test_commands(complete: Complete) -> None:
     assert complete("streams", "in") == ["info"]
 
 
+@pytest.mark.slow
 def test_event_types_of_the_configuration(complete: Complete, config: Path) -> None:
     for command in (("watch",), ("replay",), ("notify",), ("erase",), ("streams", "show"), ("spark", "archive")):
         assert complete(*command, "--config", config, "ma") == ["mars"], command
@@ -66,6 +67,7 @@ def test_what_a_server_has(complete: Complete, config: Path, start: Start, tmp_p
     assert complete("dead-letters", "ls", "--config", config, "--agent", "in") == ["index"]
 
 
+@pytest.mark.slow
 def test_nothing_where_no_server_is(complete: Complete, write_config: WriteConfig, free_port: int) -> None:
     config = write_config(f"nats://127.0.0.1:{free_port}")
     assert complete("streams", "info", "--config", config, "MA") == []

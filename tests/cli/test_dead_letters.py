@@ -199,6 +199,7 @@ def test_those_that_are_retried_at_a_rate_go_one_after_the_other(
     assert second - first == pytest.approx(2), "seconds after so many at this rate"
 
 
+@pytest.mark.slow
 def test_a_terminal_of_80_columns_gets_a_table_that_fits(config: Path, dead_lettered: Deployment) -> None:
     command = [sys.executable, "-m", "aviso_workers", "dead-letters", "ls", "--config", str(config)]
     ours, theirs = pty.openpty()
@@ -285,6 +286,7 @@ def test_those_of_all_apps_are_taken_only_where_that_is_said(
     assert (ran.code, ran.lines[-1].split()[:3]) == (0, ["3", "of", "3"]), ran
 
 
+@pytest.mark.slow
 def test_a_retry_hands_them_to_the_agent_that_failed(
     run: Run, config: Path, dead_lettered: Deployment, dead_letters: Callable[..., list[dict[str, Any]]]
 ) -> None:

@@ -74,6 +74,7 @@ def test_the_rest_is_shown(
     assert (ran.code, said in ran.err) == (int(denied), denied), ran.err
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_known_are_no_zeros(run: Run, config_of: Callable[[str], Path]) -> None:
     config = config_of("$JS.API.CONSUMER.LIST.MARS")
     row = json.loads(run("agents", "ls", "field/index", "--seconds", "0.1", "--json", "-c", config).out)
@@ -87,6 +88,7 @@ def test_numbers_that_are_not_known_are_no_zeros(run: Run, config_of: Callable[[
     ]
 
 
+@pytest.mark.slow
 def test_what_is_retried_may_be_more_than_may_be_read(run: Run, config_of: Callable[[str], Path]) -> None:
     ran = run("agents", "retrying", "field/index", "-c", config_of("$JS.API.STREAM.INFO.KV_field__state"))
     assert "MARS: " in ran.out

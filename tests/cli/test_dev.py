@@ -53,6 +53,7 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "kept"), [((), 2), (("--ephemeral", "--reload"), 1)])
 def test_it_brings_its_own_server_and_takes_it_away(
     start: Start, run: Run, config: Path, free_port: int, tmp_path: Path, options: tuple[str, ...], kept: int
@@ -71,6 +72,7 @@ def test_it_brings_its_own_server_and_takes_it_away(
     assert (tmp_path / ".aviso-workers/server").exists() == (not options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "last"), [((), "Ready."), (("--reload",), "The agents start again")])
 def test_it_says_what_there_is_to_try_and_that_works(
     start: Start, config: Path, free_port: int, options: tuple[str, ...], last: str

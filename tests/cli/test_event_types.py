@@ -127,6 +127,7 @@ def test_who_publishes_reads_and_operates_knows_them(run: Run, app: str) -> None
     assert "RIDE" in examined.out, examined
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--processes", "1")])
 def test_a_worker_runs_agents_of_them(
     start: Start, run: Run, app: str, nats_server: NatsServer, tmp_path: Path, options: tuple[str, ...]

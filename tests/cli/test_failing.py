@@ -89,6 +89,7 @@ def until_failing(run: Run, config: Path, *names: str, of: tuple[str, ...] = ())
 FAILING = ("index", "timer report", "task watch")
 
 
+@pytest.mark.slow
 def test_the_list_names_the_last_error_of_what_fails(run: Run, config: Path, app: str, worker: Command) -> None:
     for of in ((), (app,)):
         found = until_failing(run, config, *FAILING, of=of)
@@ -103,6 +104,7 @@ def test_the_list_names_the_last_error_of_what_fails(run: Run, config: Path, app
     assert "timer report" not in of_other.out
 
 
+@pytest.mark.slow
 def test_the_list_that_is_watched_has_what_fails_too(run: Run, config: Path, start: Start, worker: Command) -> None:
     until_failing(run, config, *FAILING)
     watching = start("agents", "ls", "--watch", "--seconds", "0.1", "--config", config)
@@ -112,6 +114,7 @@ def test_the_list_that_is_watched_has_what_fails_too(run: Run, config: Path, sta
     watching.end(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_what_is_retried_is_listed_with_what_waits_behind_it(run: Run, config: Path, worker: Command) -> None:
     until_failing(run, config, "index")
     ran = run("agents", "retrying", "field/index", "--config", config)
@@ -126,6 +129,7 @@ def test_what_is_retried_is_listed_with_what_waits_behind_it(run: Run, config: P
     assert (json.loads(document)["sequence"], json.loads(document)["attempt"]) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "complaint"),
     [
@@ -139,6 +143,7 @@ def test_an_agent_that_is_not_there_has_nothing_to_retry(
     assert run("agents", "retrying", agent, "--config", config) == Ran(1, "", f"aviso-workers: {complaint}\n")
 
 
+@pytest.mark.slow
 def test_an_agent_is_shown_with_its_last_failure(run: Run, config: Path, app: str, worker: Command) -> None:
     until_failing(run, config, "index")
     ran = run("agents", "show", app, "--json", "--config", config)
@@ -147,6 +152,7 @@ def test_an_agent_is_shown_with_its_last_failure(run: Run, config: Path, app: st
     assert "last failure" not in shown["healthy"]
 
 
+@pytest.mark.slow
 def test_timers_are_listed_with_their_next_ticks_and_who_leads(
     run: Run, config: Path, app: str, worker: Command
 ) -> None:
@@ -178,6 +184,7 @@ def test_a_timer_is_run_now(run: Run, config: Path, app: str) -> None:
     assert ran == Ran(2, "", "aviso-workers: app 'field' has no timer 'tidi'; it has: report, tidy\n")
 
 
+@pytest.mark.slow
 def test_a_timer_that_an_operator_has_run_fails_no_more(
     run: Run, config: Path, app: str, worker: Command, tmp_path: Path
 ) -> None:
@@ -193,6 +200,7 @@ def test_a_timer_that_an_operator_has_run_fails_no_more(
     assert states["report"].startswith("at rest: no worker of its app runs; the last record of one is of 20")
 
 
+@pytest.mark.slow
 def test_the_doctor_names_timers_and_tasks_that_fail(run: Run, config: Path, worker: Command) -> None:
     until_failing(run, config, *FAILING)
     ran = run("doctor", "--seconds", "0.1", "--format", "json", "--config", config)

@@ -115,6 +115,7 @@ def test_what_is_wrong_is_told_before_anything_is_connected(
     assert ran.err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
 @pytest.mark.parametrize("command", [("notify", "mars", "class=od", "step=6"), ("config", "show"), ("streams", "ls")])
 def test_standard_output_that_cannot_be_written_is_told(
@@ -196,6 +197,7 @@ class TestAFile:
         assert told, ran.err
         assert len(run("replay", "mars", "--config", config).lines) == 2 <= int(told[1])
 
+    @pytest.mark.slow
     def test_that_is_told_to_end_in_the_middle_says_how_much_may_be_stored(
         self, start: Start, nats_server: NatsServer, write_config: WriteConfig, write_lines: Callable[..., Path]
     ) -> None:

@@ -95,6 +95,7 @@ def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Termina
     made.process.close(force=True)
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_consumer_that_is_called_like_a_command(
     terminal: Terminal, config: Path, nats_server: NatsServer
@@ -114,6 +115,7 @@ async def test_a_consumer_that_is_called_like_a_command(
     assert not terminal.has_run
 
 
+@pytest.mark.slow
 def test_event_types_that_are_called_like_commands(terminal: Terminal, config: Path) -> None:
     document = json.loads(config.read_text())
     schema = document["notification_schema"]

@@ -27,6 +27,7 @@ def imported_by(*arguments: str) -> set[str]:
     return set(ended.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_command_does_not_import_the_others() -> None:
     prefix = "aviso_workers.cli."
     imported = {name.removeprefix(prefix) for name in imported_by("worker", "--help") if name.startswith(prefix)}

@@ -104,6 +104,7 @@ async def test_what_was_stored_since_the_plan_is_not_removed_without_a_yes(
     assert (kept.messages, left.messages) == (3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "left", "told"),
     [
@@ -193,6 +194,7 @@ def test_every_value_in_effect_is_shown_with_its_origin_and_no_secret(
     assert "default" in row
 
 
+@pytest.mark.slow
 def test_the_schema_is_a_json_schema(run: Run) -> None:
     schema = json.loads(run("config", "schema").out)
     assert schema["$schema"].startswith("https://json-schema.org/")

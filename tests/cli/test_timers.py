@@ -67,6 +67,7 @@ def rows(run: Run, config: Path, app: str, *of: str) -> dict[str, dict[str, Any]
     return {row["timer"]: row for row in map(json.loads, ran.lines)}
 
 
+@pytest.mark.slow
 def test_a_pause_holds_in_running_workers_and_in_those_that_start_later(
     run: Run, config: Path, app: str, start: Start
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_timer_is_run_also_while_it_is_paused(run: Run, config: Path, app: str
     assert run("timers", "run", app, "report", "--config", config).out.startswith("reported\nreport ran, in ")
 
 
+@pytest.mark.slow
 def test_a_worker_runs_a_timer_that_is_asked_for(
     run: Run, config: Path, app: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,7 @@ class TestAllEventTypes:
             ran = run(command, option, "1", "--config", of_two)
             assert (ran.code, f"{option}: an id is of one event type" in ran.err) == (2, True), ran
 
+    @pytest.mark.slow
     def test_are_watched_at_once(self, run: Run, start: Start, of_two: Path, publish: Callable[..., None]) -> None:
         publish(0)
         watch = start("watch", "class=od", "--from-date", "2026-11-20T06:00:00Z", "--config", of_two)
@@ -270,6 +271,7 @@ class TestWatch:
         assert watch.end(signal.SIGINT) == 130
         assert watch.told == []
 
+    @pytest.mark.slow
     def test_goes_on_in_a_stream_that_was_made_again_and_says_so(
         self, start: Start, config: Path, publish: Callable[..., None], run: Run
     ) -> None:
@@ -293,6 +295,7 @@ class TestWatch:
         assert watch.process.wait(PATIENCE_SECONDS) == 1
         assert present(watch.process.stderr).read() == ""
 
+    @pytest.mark.slow
     def test_says_when_the_server_dies_and_when_it_is_back(
         self, start: Start, write_config: WriteConfig, run: Run, free_port: int, tmp_path: Path
     ) -> None:

@@ -53,6 +53,7 @@ def worked(run: Run, operators: Path, tmp_path: Path, start: Start) -> str:
     return f"{name}:app"
 
 
+@pytest.mark.slow
 def test_agents_are_listed_with_where_their_event_type_is_from(run: Run, operators: Path, worked: str) -> None:
     ran = run("agents", "ls", "--seconds", "0.1", "--json", "--config", operators)
     assert ran.code == 0
@@ -62,6 +63,7 @@ def test_agents_are_listed_with_where_their_event_type_is_from(run: Run, operato
     assert run("agents", "ls", worked, "--seconds", "0.1").err == "", "the code has it"
 
 
+@pytest.mark.slow
 def test_they_are_controlled(run: Run, operators: Path, worked: str) -> None:
     assert run("agents", "pause", "field/index", "--config", operators).code == 0
     assert "paused: by " in run("agents", "ls", "--seconds", "0.1", "--config", operators).out
@@ -69,6 +71,7 @@ def test_they_are_controlled(run: Run, operators: Path, worked: str) -> None:
     assert run("agents", "reset", "field/index", "--to", "new", "--yes", "--config", operators).code == 0
 
 
+@pytest.mark.slow
 def test_their_policy_is_shown(run: Run, operators: Path, worked: str) -> None:
     ran = run("agents", "show", "field", "--json", "--config", operators)
     assert ran.code == 0
@@ -83,12 +86,14 @@ def test_their_policy_is_shown(run: Run, operators: Path, worked: str) -> None:
     assert ran.err.endswith("no agent of app fild is known; there are apps: field\n")
 
 
+@pytest.mark.slow
 def test_the_doctor_knows_their_streams(run: Run, operators: Path, worked: str) -> None:
     ran = run("doctor", "--seconds", "0.1", "--format", "json", "--config", operators)
     states = {check["code"]: check["state"] for check in json.loads(ran.out)["checks"]}
     assert "FAIL" not in states.values()
 
 
+@pytest.mark.slow
 def test_an_event_type_that_cannot_be_read_is_left_out_and_told(run: Run, operators: Path, worked: str) -> None:
     async def spoil() -> None:
         async with open_backend(load(operators)) as backend:
@@ -129,6 +134,7 @@ def test_what_another_app_records_hides_no_agent_and_stops_no_server(run: Run, o
     assert (missing["state"], missing["findings"]) == ("PASS", []), "nobody has read the stream that is only recorded"
 
 
+@pytest.mark.slow
 def test_agents_whose_event_types_are_not_known_are_listed_by_what_is_stored(
     run: Run, operators: Path, worked: str
 ) -> None:
@@ -141,6 +147,7 @@ def test_agents_whose_event_types_are_not_known_are_listed_by_what_is_stored(
     assert (ran.code, "at rest" in ran.out, ran.err) == (0, True, "")
 
 
+@pytest.mark.slow
 def test_agents_of_which_nothing_is_recorded_are_told_by_their_consumers(
     run: Run, operators: Path, worked: str
 ) -> None:
@@ -159,6 +166,7 @@ def test_agents_of_which_nothing_is_recorded_are_told_by_their_consumers(
     assert said in ran.out
 
 
+@pytest.mark.slow
 def test_agents_beside_those_that_are_listed_are_told(run: Run, config: Path, operators: Path, worked: str) -> None:
     """The record of one app cannot be read, as of an older version, and that of another can."""
 

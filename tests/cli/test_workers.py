@@ -84,6 +84,7 @@ def told_by_doctor(run: Run, config: Path) -> list[tuple[str, str]]:
     return [(each["where"], each["found"]) for each in check["findings"]]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_told_until_another_one_runs_and_one_that_ends_in_order_is_not(
     run: Run,
     config: Path,
@@ -109,6 +110,7 @@ def test_a_killed_worker_is_told_until_another_one_runs_and_one_that_ends_in_ord
     assert told_by_doctor(run, config) == []
 
 
+@pytest.mark.slow
 def test_two_versions_that_run_side_by_side_are_told(
     run: Run,
     config: Path,

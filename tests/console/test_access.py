@@ -90,6 +90,7 @@ async def test_a_program_shows_a_bearer_token(console: Served, header: str, stat
         assert (await client.get("/settings")).status_code == status
 
 
+@pytest.mark.slow
 async def test_every_answer_lets_a_browser_run_our_own_scripts_only(console: Served) -> None:
     async with console.client() as client, console.client(None) as stranger:
         answers = [await client.get(path) for path in ("/", "/settings", "/nowhere", "/static/console.css")]
@@ -111,6 +112,7 @@ async def test_a_user_without_the_right_does_nothing(console: Served, app: App, 
     assert AUDIT not in await console.admin.stream_names()
 
 
+@pytest.mark.slow
 async def test_a_job_is_stopped_by_those_only_who_could_have_begun_it(
     console: Served, app: App, running: Harness
 ) -> None:
@@ -175,6 +177,7 @@ async def test_a_browser_that_asks_first_without_a_token_is_not_slowed(console: 
     assert logged == []
 
 
+@pytest.mark.slow
 async def test_connections_that_send_no_head_leave_room_for_others(console: Served) -> None:
     async with AsyncExitStack() as held, console.client() as client:
         port = int(console.url.rpartition(":")[2])
@@ -211,6 +214,7 @@ def test_two_users_with_one_token_are_refused(config: Config) -> None:
         Access(with_console(config, users={"anna": user, "bob": user}))
 
 
+@pytest.mark.slow
 async def test_a_program_with_a_token_comes_from_no_page(console: Served, running: Harness) -> None:
     async with httpx.AsyncClient(base_url=console.url, headers=bearer(OPERATOR[1]), trust_env=False) as client:
         answer = await client.post("/actions/pause-agent", data=FIELDS)
@@ -256,6 +260,7 @@ async def test_a_proxy_names_the_user(config: Config) -> None:
     assert said["bob"].endswith("bob, may read ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stripped", [True, False])
 async def test_a_proxy_serves_it_under_a_path(config: Config, app: App, running: Harness, stripped: bool) -> None:
     """Proxies leave the path out of what they forward, or do not."""

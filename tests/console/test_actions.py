@@ -49,6 +49,7 @@ async def test_nothing_is_done_before_it_is_confirmed(console: Served, app: App,
     assert AUDIT not in await console.admin.stream_names()
 
 
+@pytest.mark.slow
 async def test_an_agent_is_paused_and_resumed(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         done = await confirmed(client, "pause-agent", **INDEX, **{"for": "2h"})
@@ -87,6 +88,7 @@ async def test_what_cannot_be_done_is_said_and_not_recorded(
     assert AUDIT not in await console.admin.stream_names()
 
 
+@pytest.mark.slow
 async def test_an_agent_is_reset(console: Served, app: App, running: Harness) -> None:
     await publish(app, 1, 2)
     await running.settle()
@@ -97,6 +99,7 @@ async def test_an_agent_is_reset(console: Served, app: App, running: Harness) ->
         await shown(client, "/audit", "Reset agent", "it goes on at 1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "why", "said"),
     [
@@ -127,6 +130,7 @@ async def test_what_is_erased_is_erased_with_its_number_and_a_reason_only(
     assert action.record.selection["why"] == "duplicates"
 
 
+@pytest.mark.slow
 async def test_the_number_is_typed_where_many_are_passed_over(
     console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +151,7 @@ async def confirmed_pause(console: Served) -> None:
         assert (await confirmed(client, "pause-agent", **INDEX)).status_code == 303
 
 
+@pytest.mark.slow
 async def test_a_retry_says_that_the_agent_is_paused_and_that_two_versions_run(
     console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +174,7 @@ async def test_a_retry_says_that_the_agent_is_paused_and_that_two_versions_run(
     assert "field-index runs 1.0 on 2 workers and 1.1 on 1 worker: some may come to the version" in again
 
 
+@pytest.mark.slow
 async def test_what_has_changed_since_it_was_shown_is_asked_again(console: Served, app: App, running: Harness) -> None:
     await publish(app, 1)
     await running.settle()
@@ -182,6 +188,7 @@ async def test_what_has_changed_since_it_was_shown_is_asked_again(console: Serve
     assert AUDIT not in await console.admin.stream_names()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, pytest.param(500, marks=pytest.mark.slow)])
 async def test_all_dead_letters_of_a_filter_are_retried_as_a_job(
     console: Served, app: App, running: Harness, count: int
@@ -202,6 +209,7 @@ async def test_all_dead_letters_of_a_filter_are_retried_as_a_job(
         await shown(client, "/dead-letters", f"Retry of {count} anna", f"failed again {again}")
 
 
+@pytest.mark.slow
 async def test_a_job_says_that_all_are_handled(console: Served, app: App, running: Harness) -> None:
     (fails,) = [agent for agent in app.agents if agent.name == "fails"]
     mended = False
@@ -219,6 +227,7 @@ async def test_a_job_says_that_all_are_handled(console: Served, app: App, runnin
     assert " by anna, console, and settled since" in handled
 
 
+@pytest.mark.slow
 async def test_a_job_does_not_count_as_handled_what_was_a_dead_letter_again(
     console: Served, app: App, running: Harness
 ) -> None:
@@ -232,6 +241,7 @@ async def test_a_job_does_not_count_as_handled_what_was_a_dead_letter_again(
         await shown(client, "/jobs/1", "0 of 2 are handled; 2 became dead letters again")
 
 
+@pytest.mark.slow
 async def test_what_waits_for_a_paused_agent_is_not_handled(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3)
     async with console.client() as client:
@@ -243,6 +253,7 @@ async def test_what_waits_for_a_paused_agent_is_not_handled(console: Served, app
         await shown(client, "/dead-letters", "waits 0 of 1 are handled; 1 waits for its agent")
 
 
+@pytest.mark.slow
 async def test_what_was_erased_from_the_console_says_by_whom(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3)
     async with console.client() as client:
@@ -252,6 +263,7 @@ async def test_what_was_erased_from_the_console_says_by_whom(console: Served, ap
     assert " by anna, console" in erased
 
 
+@pytest.mark.slow
 async def test_those_that_came_after_it_was_shown_are_left_alone(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3)
     async with console.client() as client:
@@ -264,6 +276,7 @@ async def test_those_that_came_after_it_was_shown_are_left_alone(console: Served
         await shown(client, "/dead-letters", "1 dead letter,")
 
 
+@pytest.mark.slow
 async def test_one_dead_letter_is_erased_from_its_page(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 3)
     async with console.client() as client:
@@ -280,6 +293,7 @@ async def test_one_dead_letter_is_erased_from_its_page(console: Served, app: App
         assert (await client.get("/dead-letters/field-index/2")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> None:
     await publish(app, *[3] * 5)
     async with console.client() as client:
@@ -296,6 +310,7 @@ async def test_a_job_is_stopped(console: Served, app: App, running: Harness) -> 
         await shown(client, "/audit", "stopped 1 of 5 handed back; 4 are not")
 
 
+@pytest.mark.slow
 async def test_retried_notifications_are_decided_about(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4)
     async with console.client() as client:
@@ -313,6 +328,7 @@ async def test_retried_notifications_are_decided_about(console: Served, app: App
     assert "SkippedError" not in page, "what somebody decides is no failure"
 
 
+@pytest.mark.slow
 async def test_a_timer_is_paused_and_resumed(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         await shown(client, "/timers", "field-index/report")
@@ -322,6 +338,7 @@ async def test_a_timer_is_paused_and_resumed(console: Served, app: App, running:
         await shown(client, "/timers", without="paused until")
 
 
+@pytest.mark.slow
 async def test_a_worker_runs_a_timer_now(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         await shown(client, "/timers", "field-index/report", "Run now")
@@ -342,6 +359,7 @@ async def test_a_run_that_nobody_takes_says_so(console: Served, app: App, runnin
         )
 
 
+@pytest.mark.slow
 async def test_the_configuration_is_applied_to_a_stream_that_differs(
     console: Served, app: App, running: Harness
 ) -> None:
@@ -409,6 +427,7 @@ async def test_a_reset_that_is_sent_twice_is_done_once(console: Served, app: App
     assert "Nothing was done: the reason has 501 characters. Say it in 500 at most." in text_of(too_long.text)
 
 
+@pytest.mark.slow
 async def test_a_form_that_is_sent_twice_begins_one_job(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 3, 3)
     async with console.client() as client:
@@ -423,6 +442,7 @@ async def test_a_form_that_is_sent_twice_begins_one_job(console: Served, app: Ap
         assert (await client.get("/jobs/2")).status_code == 404
 
 
+@pytest.mark.slow
 async def test_of_two_jobs_on_the_same_dead_letters_each_counts_its_own(
     console: Served, app: App, running: Harness
 ) -> None:
@@ -463,6 +483,7 @@ async def test_an_action_whose_end_is_missing_is_seen(console: Served, app: App,
         await shown(client, "/audit", "no end is recorded")
 
 
+@pytest.mark.slow
 async def test_a_job_tells_what_has_failed_again_and_reads_only_what_is_new(
     console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -496,6 +517,7 @@ async def test_a_job_tells_what_has_failed_again_and_reads_only_what_is_new(
         )
 
 
+@pytest.mark.slow
 async def test_a_job_goes_on_where_another_server_has_taken_over(
     console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,6 +542,7 @@ async def test_a_job_goes_on_where_another_server_has_taken_over(
         await shown(client, "/dead-letters", "3 dead letters,")  # each was handed back once
 
 
+@pytest.mark.slow
 async def test_a_job_leaves_alone_what_has_its_sequences_in_a_stream_that_was_made_again(
     console: Served, app: App, running: Harness
 ) -> None:
@@ -537,6 +560,7 @@ async def test_a_job_leaves_alone_what_has_its_sequences_in_a_stream_that_was_ma
         await shown(client, "/dead-letters", "3 dead letters,")
 
 
+@pytest.mark.slow
 async def test_the_same_is_done_again_in_a_stream_that_was_made_again(
     console: Served, app: App, running: Harness
 ) -> None:
@@ -549,6 +573,7 @@ async def test_the_same_is_done_again_in_a_stream_that_was_made_again(
             await console.admin.delete_stream(DEAD_LETTERS)
 
 
+@pytest.mark.slow
 async def test_a_job_with_which_the_console_ends_blames_nobody(config: Config, app: App, running: Harness) -> None:
     await publish(app, 3, 3)
     async with served(config) as console, console.client() as client:
@@ -559,6 +584,7 @@ async def test_a_job_with_which_the_console_ends_blames_nobody(config: Config, a
         await shown(client, "/audit", "stopped 1 of 2 erased; 1 are not, as far as is known")
 
 
+@pytest.mark.slow
 async def test_of_windows_a_job_says_that_it_is_not_known_what_failed_again(
     console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,6 +596,7 @@ async def test_of_windows_a_job_says_that_it_is_not_known_what_failed_again(
         await shown(client, "/jobs/1", "0 of 1 are handled; of 1 windows it is not known. 1 of 1 handed back.")
 
 
+@pytest.mark.slow
 async def test_a_job_gives_up_where_no_server_takes_over(
     console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -605,6 +632,7 @@ async def test_an_action_that_was_broken_off_does_not_say_that_nothing_was_done(
         await shown(client, "/audit", "failed BrokenOffError: OutcomeUnknownError: no answer in time")
 
 
+@pytest.mark.slow
 async def test_an_end_is_recorded_when_a_server_answers_again(
     console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def catalogue(config: Config) -> App:
     return app
 
 
+@pytest.mark.slow
 async def test_it_shows_what_the_code_declares(console: Served, catalogue: App, nats_server: NatsServer) -> None:
     async with harness(catalogue, server=nats_server.url), console.client(READER) as client:
         page = await shown(client, PAGE, "AsyncAPI document As a worker")
@@ -93,6 +94,7 @@ async def test_a_record_without_a_document_says_so(console: Served, catalogue: A
         await shown(client, PAGE, "The AsyncAPI document of this app is not recorded: it has 200,000 bytes")
 
 
+@pytest.mark.slow
 async def test_outputs_and_causes_lead_to_each_other(
     console: Served, catalogue: App, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +114,7 @@ async def test_outputs_and_causes_lead_to_each_other(
     assert "1 notifications since then were looked at, and there may be more." in cut
 
 
+@pytest.mark.slow
 async def test_an_output_with_a_message_id_of_its_author_is_found_by_its_trace(
     console: Served, catalogue: App, nats_server: NatsServer
 ) -> None:
@@ -133,6 +136,7 @@ async def test_an_output_with_a_message_id_of_its_author_is_found_by_its_trace(
     assert "INDEXED@2" not in page
 
 
+@pytest.mark.slow
 async def test_outputs_that_are_not_recorded_are_said_to_be_unknown(
     console: Served, app: App, running: Harness
 ) -> None:

@@ -25,6 +25,7 @@ async def by_command(console: Served, action: str = "purge-stream", of: str = "M
         result.text = "MARS: 3 removed"
 
 
+@pytest.mark.slow
 async def test_it_shows_by_day_who_did_what_and_why(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         nobody = text_of((await client.get("/audit")).text)
@@ -62,6 +63,7 @@ async def test_a_filter_that_matches_nothing_says_what_there_is(console: Served,
     assert "he end must be later than the begin" in text_of(reversed_.text)
 
 
+@pytest.mark.slow
 async def test_an_action_on_dead_letters_says_which_it_took(console: Served, app: App, running: Harness) -> None:
     await publish(app, 1, 3, 3)
     async with console.client() as client:
@@ -72,6 +74,7 @@ async def test_an_action_on_dead_letters_says_which_it_took(console: Served, app
     assert "erased: MARS@2 to 3 of field-index/fails, dead letters 1 to 2" in page
 
 
+@pytest.mark.slow
 async def test_an_agent_that_is_resumed_is_not_said_to_be_paused_by_anybody(
     console: Served, app: App, running: Harness
 ) -> None:

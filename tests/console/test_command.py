@@ -19,6 +19,7 @@ def file(nats_server: NatsServer, tmp_path: Path) -> Path:
     return write_mars_config(tmp_path / "aviso.yaml", nats_server.url)
 
 
+@pytest.mark.slow
 def test_it_serves_until_sigterm_and_ends_well(start: Start, file: Path) -> None:
     command = start("console", "--port", "0", "--config", file)
     url = command.until_told("console: ").split()[-1]
@@ -28,6 +29,7 @@ def test_it_serves_until_sigterm_and_ends_well(start: Start, file: Path) -> None
         assert command.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.slow
 def test_an_action_and_what_was_refused_are_logged(start: Start, file: Path) -> None:
     command = start("console", "--port", "0", "--config", file, AVISO_WORKERS_WORKERS__LOGGING__FORMAT="json")
     url = command.until_told("console: ").split()[-1]

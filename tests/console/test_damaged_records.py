@@ -20,6 +20,7 @@ OPERATION = {"action": "receive", "title": "agent index", "channel": {"$ref": "#
 WHOLE = {"channels": {"mars": {"title": "mars"}}, "operations": {}, "components": {"messages": {}, "schemas": {}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stored",
     [
@@ -51,6 +52,7 @@ async def test_an_asyncapi_document_that_cannot_be_read_is_said_to_be_none(
         await shown(client, "/notification?name=mars@1", "What the agents of field-index publish is not recorded.")
 
 
+@pytest.mark.slow
 async def test_what_a_newer_version_adds_to_a_document_is_left_alone(
     console: Served, app: App, running: Harness
 ) -> None:
@@ -62,6 +64,7 @@ async def test_what_a_newer_version_adds_to_a_document_is_left_alone(
         assert (await client.get(f"{PAGE}?as=asyncapi")).json() == newer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-12:00"])
 async def test_a_time_that_utc_does_not_have_is_shown_as_it_is(
     console: Served, app: App, running: Harness, time: str
@@ -74,6 +77,7 @@ async def test_a_time_that_utc_does_not_have_is_shown_as_it_is(
         await shown(client, f"{PAGE}?times=exact", "agent odd: added", time)
 
 
+@pytest.mark.slow
 async def test_a_time_without_a_zone_makes_a_record_unreadable_and_that_is_told(
     console: Served, app: App, running: Harness
 ) -> None:

@@ -180,6 +180,7 @@ async def prepare(config: Config, app: App) -> None:
         await confirmed(client, "pause-timer", app="field-index", timer="report")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lacks",
     [
@@ -223,6 +224,7 @@ def problems(lack: Lack, found: Mapping[str, tuple[int, str]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 async def test_each_subject_that_a_page_asks_for_is_denied_above(
     nats_server: NatsServer, config: Config, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ async def prepared(console: Served, app: App) -> None:
         await shown(browser, "/", "1 dead letter of the last day waits")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 async def test_a_client_reads_what_the_pages_show(console: Served, app: App, running: Harness, mode: str) -> None:
     await prepared(console, app)
@@ -127,6 +128,7 @@ async def test_a_client_reads_what_the_pages_show(console: Served, app: App, run
     assert found["audit"]["actions"] == []
 
 
+@pytest.mark.slow
 async def test_a_user_without_the_right_gets_no_payload_and_nobody_a_secret(
     console: Served, app: App, running: Harness
 ) -> None:
@@ -139,6 +141,7 @@ async def test_a_user_without_the_right_gets_no_payload_and_nobody_a_secret(
     assert READER[1] not in everything
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool", "arguments", "text"),
     [
@@ -265,6 +268,7 @@ async def test_a_user_without_the_right_to_read_asks_nothing(config: Config) -> 
         assert (await post(console, {"method": "tools/list"}, bearer(READER))).status_code == 403
 
 
+@pytest.mark.slow
 async def test_it_says_in_time_that_the_server_does_not_answer(
     console: Served, running: Harness, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def clients() -> Iterator[ExitStack]:
         yield clients
 
 
+@pytest.mark.slow
 def test_one_port_has_the_probes_and_the_pages(served: Served) -> None:
     served.shows("/agents", "field-index")
     served.shows("/readyz", "ok")
@@ -123,6 +124,7 @@ def test_one_port_has_the_probes_and_the_pages(served: Served) -> None:
         assert served.command.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.slow
 def test_a_connection_of_the_console_answers_no_probe_and_says_so(served: Served) -> None:
     served.shows("/settings", "workers.console")
     with httpx.Client(base_url=served.url, trust_env=False, timeout=PATIENCE_SECONDS) as client:
@@ -132,6 +134,7 @@ def test_a_connection_of_the_console_answers_no_probe_and_says_so(served: Served
     assert answers[0].text == "/metrics is answered on a connection of its own: ask again.\n"
 
 
+@pytest.mark.slow
 def test_clients_of_the_console_keep_no_probe_from_its_answer(served: Served, clients: ExitStack) -> None:
     served.shows("/agents", "field-index")
     open_ = [clients.enter_context(served.connect(HELLO if number % 2 else b"")) for number in range(300)]
@@ -145,6 +148,7 @@ def test_clients_of_the_console_keep_no_probe_from_its_answer(served: Served, cl
     assert {one.recv(12) for one in open_[1::2]} == {b"HTTP/1.1 200"}, "each that has asked is answered"
 
 
+@pytest.mark.slow
 def test_a_console_that_is_killed_is_started_again_and_the_fleet_is_ready_meanwhile(served: Served) -> None:
     console = served.console()
     served.shows("/agents", "field-index")
@@ -161,6 +165,7 @@ def test_a_console_that_is_killed_is_started_again_and_the_fleet_is_ready_meanwh
     assert served.command.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.slow
 def test_a_console_that_hangs_keeps_no_probe_from_its_answer(served: Served, clients: ExitStack) -> None:
     console = served.console()
     served.shows("/agents", "field-index")
@@ -227,6 +232,7 @@ def test_a_console_that_hangs_for_long_is_killed_and_started_again(served: Serve
     assert "process.hung" not in [entry["event"] for entry in served.command.log[-8:]], "its end came before that"
 
 
+@pytest.mark.slow
 def test_the_console_ends_when_the_fleet_is_killed(served: Served) -> None:
     console = served.console()
     served.shows("/agents", "field-index")
@@ -239,6 +245,7 @@ def test_the_console_ends_when_the_fleet_is_killed(served: Served) -> None:
     wait_until(is_gone, what=lambda: console)
 
 
+@pytest.mark.slow
 def test_the_console_reads_the_configuration_of_the_app_where_no_file_is_named(
     serve: Callable[..., Served], file: Path, tmp_path: Path
 ) -> None:
@@ -249,6 +256,7 @@ def test_the_console_reads_the_configuration_of_the_app_where_no_file_is_named(
     assert served.command.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.slow
 def test_a_console_of_a_reloaded_fleet_has_the_new_configuration(serve: Callable[..., Served], file: Path) -> None:
     served = serve("--reload", "--config", "aviso.yaml")
     served.shows("/settings", "workers.console")
@@ -281,6 +289,7 @@ def test_a_console_without_its_packages_is_refused(
         fleet.run(app, FleetPlan(command=(), processes=1), status_port=0)
 
 
+@pytest.mark.slow
 def test_a_worker_without_a_fleet_says_that_it_serves_none(start: Start, file: Path) -> None:
     command = start("worker", "agents:app", "--config", file, "--status-port", "0", **ON)
     warned = command.until("config.warning")

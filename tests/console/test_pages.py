@@ -44,6 +44,7 @@ pytestmark = pytest.mark.anyio
 PLAIN = [path for path in PAGES if "{" not in path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PLAIN)
 async def test_a_page_of_an_empty_server_says_that_there_is_nothing(console: Served, path: str) -> None:
     async with console.client() as client:
@@ -52,6 +53,7 @@ async def test_a_page_of_an_empty_server_says_that_there_is_nothing(console: Ser
     assert "Traceback" not in answer.text
 
 
+@pytest.mark.slow
 async def test_nothing_needs_you_where_all_is_well(console: Served, app: App, running: Harness) -> None:
     await publish(app, 1, 2)
     await running.settle()
@@ -60,6 +62,7 @@ async def test_nothing_needs_you_where_all_is_well(console: Served, app: App, ru
     assert "Needs you" not in page
 
 
+@pytest.mark.slow
 async def test_what_needs_somebody_comes_first_with_its_reason(console: Served, app: App, running: Harness) -> None:
     await publish(app, 1, 2, 3, 4)
     async with console.client() as client:
@@ -76,6 +79,7 @@ async def test_what_needs_somebody_comes_first_with_its_reason(console: Served, 
     assert "ValueError: no such field &lt;b&gt;3&lt;/b&gt;" in page, "what an author's error says is text, and no HTML"
 
 
+@pytest.mark.slow
 async def test_filters_and_order_stand_in_the_address(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3)
     async with console.client() as client:
@@ -85,6 +89,7 @@ async def test_filters_and_order_stand_in_the_address(console: Served, app: App,
     assert "No agent matches." in none
 
 
+@pytest.mark.slow
 async def test_an_agent_shows_its_policy_and_what_waits(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4, 5)
     async with console.client() as client:
@@ -97,6 +102,7 @@ async def test_an_agent_shows_its_policy_and_what_waits(console: Served, app: Ap
     assert "no agent other of app field-index" in text_of(unknown.text)
 
 
+@pytest.mark.slow
 async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 3, 3, 4)
     async with console.client() as client:
@@ -121,6 +127,7 @@ async def test_dead_letters_are_counted_over_what_is_listed(console: Served, app
     assert "is not the number of a dead letter" in text_of(not_a_number.text)
 
 
+@pytest.mark.slow
 async def test_dead_letters_are_erased_on_the_page_of_one_cause_only(
     console: Served, app: App, nats_server: NatsServer
 ) -> None:
@@ -180,6 +187,7 @@ async def test_what_could_hide_or_reorder_text_is_spelled_out(console: Served, a
             assert "\\ud800 \\u202e" in answer.text
 
 
+@pytest.mark.slow
 async def test_the_doctor_says_once_why_checks_are_not_examined(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3)
     async with console.client() as client:
@@ -200,6 +208,7 @@ async def test_only_a_live_page_is_streamed(console: Served, path: str) -> None:
     assert head.headers["content-type"].startswith("text/html")
 
 
+@pytest.mark.slow
 async def test_dead_letters_need_somebody_although_their_agent_is_idle(
     console: Served, app: App, running: Harness
 ) -> None:
@@ -208,6 +217,7 @@ async def test_dead_letters_need_somebody_although_their_agent_is_idle(
         await shown(client, "/", "1 dead letter of the last day waits")
 
 
+@pytest.mark.slow
 async def test_a_notification_says_what_became_of_it_at_each_agent(console: Served, app: App, running: Harness) -> None:
     await publish(app, 3, 4)
     async with console.client() as client:
@@ -234,6 +244,7 @@ async def test_a_notification_says_what_became_of_it_at_each_agent(console: Serv
     assert missing.status_code == 404
 
 
+@pytest.mark.slow
 async def test_a_notification_says_where_it_comes_from(console: Served, app: App, running: Harness) -> None:
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     await app.notify("mars", mars(step=1), {}, headers={"traceparent": parent})
@@ -247,6 +258,7 @@ async def test_a_notification_says_where_it_comes_from(console: Served, app: App
     assert "MARS@1" in made
 
 
+@pytest.mark.slow
 async def test_an_agent_that_has_finished_what_failed_is_nobodys_alarm(
     console: Served, nats_server: NatsServer
 ) -> None:
@@ -264,6 +276,7 @@ async def test_an_agent_that_has_finished_what_failed_is_nobodys_alarm(
         await shown(client, "/", "Nothing needs you.")
 
 
+@pytest.mark.slow
 async def test_what_has_failed_once_and_waits_is_among_what_is_tried_again(
     console: Served, nats_server: NatsServer
 ) -> None:
@@ -278,6 +291,7 @@ async def test_what_has_failed_once_and_waits_is_among_what_is_tried_again(
         await shown(client, "/agents", "1 of 1 agents.", "3 are tried again", " 3 0 1 ")
 
 
+@pytest.mark.slow
 async def test_a_paused_agent_is_nobodys_alarm(console: Served, app: App, running: Harness) -> None:
     target = agent_control.declared(app, console.config, "index")
     await agent_control.pause(console.admin, target, seconds=3600)
@@ -287,6 +301,7 @@ async def test_a_paused_agent_is_nobodys_alarm(console: Served, app: App, runnin
     assert "Nothing needs you." in page
 
 
+@pytest.mark.slow
 async def test_workers_are_listed_with_what_they_handle(
     console: Served, app: App, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +325,7 @@ async def test_workers_are_listed_with_what_they_handle(
         await shown(client, "/agents?q=waits", "idle field-index/waits MARS 0 0 of 6 ")
 
 
+@pytest.mark.slow
 async def test_the_page_of_an_app_lists_its_workers_also_where_it_has_no_agent(
     console: Served, running: Harness, nats_server: NatsServer
 ) -> None:
@@ -353,6 +369,7 @@ async def test_workers_that_are_lost_and_two_versions_are_shown(
         assert re.search(rf"host:1 w3 lost v1 .*{lost}\S+, on host", page)
 
 
+@pytest.mark.slow
 async def test_ages_are_by_the_servers_clock(
     console: Served, running: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +389,7 @@ async def test_ages_are_by_the_servers_clock(
         await shown(client, "/timers", "field-index/report", without="Paused until")
 
 
+@pytest.mark.slow
 async def test_of_a_singleton_it_is_shown_which_worker_works(
     console: Served, app: App, nats_server: NatsServer
 ) -> None:
@@ -386,6 +404,7 @@ async def test_of_a_singleton_it_is_shown_which_worker_works(
         assert (page.count("of 1 works"), page.count("of 1 standby")) == (1, 1)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_has_not_recorded_itself_is_missed(console: Served, app: App, running: Harness) -> None:
     async with console.client() as client:
         await shown(client, "/agents/field-index/index", f"{socket.gethostname()}:{os.getpid()}")
@@ -396,6 +415,7 @@ async def test_a_worker_that_has_not_recorded_itself_is_missed(console: Served, 
         )
 
 
+@pytest.mark.slow
 async def test_the_last_deploys_are_shown_with_what_changed(console: Served, app: App, running: Harness) -> None:
     other = App("field-index", config=console.config)
 
@@ -429,6 +449,7 @@ def test_a_command_of_a_cure_links_the_page_that_does_it(cure: str, page: str) -
     assert found == ([page] if page else [])
 
 
+@pytest.mark.slow
 async def test_a_lost_consumer_needs_somebody(console: Served, app: App, nats_server: NatsServer) -> None:
     async with console.client() as client:
         async with app.running():
@@ -440,6 +461,7 @@ async def test_a_lost_consumer_needs_somebody(console: Served, app: App, nats_se
         )
 
 
+@pytest.mark.slow
 async def test_an_agent_without_a_worker_is_at_rest_while_nothing_waits(console: Served, app: App) -> None:
     async with app.running():
         await publish(app, 1)
@@ -449,6 +471,7 @@ async def test_an_agent_without_a_worker_is_at_rest_while_nothing_waits(console:
         await shown(client, "/agents", "at rest", "no worker runs, and nothing waits")
 
 
+@pytest.mark.slow
 async def test_dead_letters_that_were_handed_back_wait_for_a_worker(console: Served, app: App) -> None:
     async with app.running():
         await publish(app, 3)
@@ -493,6 +516,7 @@ async def test_live_pages_end_with_the_console(config: Config) -> None:
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made_again", "why"),
     [(False, "its stream MARS is gone; it was settled up to"), (True, "its stream was made again")],
@@ -594,6 +618,7 @@ async def test_a_frozen_server_is_said_and_what_was_known_is_shown_with_its_time
         await shown(client, "/agents", without="The server does not answer")
 
 
+@pytest.mark.slow
 async def test_an_agent_whose_stream_no_server_answers_for_is_unknown(
     console: Served, app: App, running: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -627,6 +652,7 @@ async def test_an_agent_whose_stream_no_server_answers_for_is_unknown(
     assert [each.facts.agent for each in report if each.judgement.state == "unknown"] == ["blocks", "fails", "index"]
 
 
+@pytest.mark.slow
 async def test_a_console_of_a_server_that_is_away_says_so(console: Served, nats_server: NatsServer) -> None:
     stand_still(nats_server)
     try:
@@ -639,6 +665,7 @@ async def test_a_console_of_a_server_that_is_away_says_so(console: Served, nats_
         nats_server.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 async def test_a_live_page_is_rendered_again_when_something_changes(
     console: Served, app: App, running: Harness
 ) -> None:
@@ -657,6 +684,7 @@ async def test_a_live_page_is_rendered_again_when_something_changes(
                         break
 
 
+@pytest.mark.slow
 async def test_of_each_app_the_first_rows_are_shown_and_the_others_are_counted(
     console: Served, app: App, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -714,6 +742,7 @@ async def test_a_snapshot_looks_at_each_worker_once_however_many_agents_there_ar
     assert 0 < looks <= 2 * snapshots, "at each snapshot, and once more as the one before"
 
 
+@pytest.mark.slow
 async def test_a_thousand_agents_are_shown_in_parts(console: Served, app: App, running: Harness) -> None:
     own = len(app.agents)
     for number in range(1000 - own):

@@ -234,6 +234,7 @@ async def test_a_watch_goes_on_at_the_beginning_of_a_stream_that_was_made_again(
     assert [each.stream for each in told] == ["MARS"]
 
 
+@pytest.mark.slow
 async def test_a_watch_waits_for_a_stream_that_was_deleted(app: App) -> None:
     told = heard(app, StreamMadeAgain, StreamGone)
     async with watching(app, from_id=1) as seen:
@@ -247,6 +248,7 @@ async def test_a_watch_waits_for_a_stream_that_was_deleted(app: App) -> None:
     assert [type(each) for each in told] == [StreamGone, StreamMadeAgain]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [{}, {"to_id": 2000}, {"to_date": "2100-01-01T00:00:00Z"}])
 async def test_no_replay_begins_at_an_id_that_the_stream_never_gave(app: App, end: dict[str, Any]) -> None:
     for step in range(3):
@@ -255,6 +257,7 @@ async def test_no_replay_begins_at_an_id_that_the_stream_never_gave(app: App, en
         await steps(app.replay("mars", from_id=1000, **end))
 
 
+@pytest.mark.slow
 async def test_a_watch_from_an_id_that_the_stream_never_gave_begins_at_the_first(app: App) -> None:
     """A program that goes on after the last id that it has seen would wait for it, and miss all until then."""
     for step in range(3):

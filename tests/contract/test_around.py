@@ -459,6 +459,7 @@ class TestTime:
         assert isinstance(error, ExceptionGroup)
         assert [type(each) for each in error.exceptions] == [TimeoutError]
 
+    @pytest.mark.slow
     async def test_a_worker_that_stops_cancels_it_and_gives_the_notification_back(
         self, app: App, told: list[str]
     ) -> None:

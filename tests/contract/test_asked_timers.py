@@ -32,6 +32,7 @@ async def outcome(t: Harness, timer: str) -> Run:
             await t.advance(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leader", [False, True])
 async def test_one_worker_runs_what_was_asked_for(kind: str, nats_url: str, leader: bool) -> None:
     app = App("contract", config=app_config(kind, nats_url))
@@ -56,6 +57,7 @@ async def test_one_worker_runs_what_was_asked_for(kind: str, nats_url: str, lead
     assert (seen[0].token is None) is not leader, "the leader runs what is the leader's"
 
 
+@pytest.mark.slow
 async def test_a_run_that_fails_says_why_also_while_the_timer_is_paused(kind: str, nats_url: str) -> None:
     app = App("contract", config=app_config(kind, nats_url))
 
@@ -135,6 +137,7 @@ async def test_two_do_not_ask_at_the_same_time() -> None:
             await timer_control.ask(t.app.session.admin, "contract", "report", by="rolf")
 
 
+@pytest.mark.slow
 async def test_a_run_whose_worker_dies_does_not_run_again(kind: str, nats_url: str) -> None:
     app = App("contract", config=app_config(kind, nats_url))
     begun: list[Tick] = []

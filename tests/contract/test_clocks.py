@@ -67,6 +67,7 @@ async def ticked(t: Harness, ticks: Counter[str], timer: str, times: int) -> Non
             await t.advance(0.5)
 
 
+@pytest.mark.slow
 async def test_a_pause_is_as_long_as_it_was_said(
     app: App, url: str | None, start: datetime, ticks: Counter[str]
 ) -> None:

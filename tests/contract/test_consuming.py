@@ -881,6 +881,7 @@ class TestAPause:
 
         return after
 
+    @pytest.mark.slow
     async def test_holds_back_what_comes_until_it_is_lifted(
         self,
         create: Create,
@@ -928,6 +929,7 @@ class TestAPause:
             assert (await next_after(since, ACK_WAIT)).num_delivered == 1
         assert not (await backend.consumer_info("MARS", "agent")).paused
 
+    @pytest.mark.slow
     async def test_may_be_made_longer_and_shorter(
         self,
         create: Create,
@@ -950,6 +952,7 @@ class TestAPause:
             assert await backend.pause_consumer("MARS", "agent", until=after(-1)) == 0
             assert (await inbox.next()).message.subject == "mars.0"
 
+    @pytest.mark.slow
     async def test_holds_back_what_comes_again_and_lets_settle(
         self,
         create: Create,

@@ -186,6 +186,7 @@ async def test_many_may_be_delivered_at_once_and_later(app: App, t: Harness) -> 
     assert sorted(map(int, delivered(t))) == [*range(40)]
 
 
+@pytest.mark.slow
 @pytest.mark.needs_server(2, 12)
 async def test_a_handler_that_is_run_again_has_each_stored_once(app: App, url: str | None) -> None:
     runs: list[int] = []
@@ -246,6 +247,7 @@ async def remember_ids_for_a_moment(app: App) -> None:
     await backend.update_stream({**(await backend.stream_info("PLAIN")).config, "duplicate_window": SECOND // 10})
 
 
+@pytest.mark.slow
 async def test_one_that_comes_again_after_the_duplicate_window_is_stored_once(
     app: App, t: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +270,7 @@ async def test_one_that_comes_again_after_the_duplicate_window_is_stored_once(
     assert delivered(t) == ["0", "1"]
 
 
+@pytest.mark.slow
 async def test_one_that_may_not_be_removed_is_stored_once(
     app: App, t: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ async def told(
             await wait(0.5)
 
 
+@pytest.mark.slow
 async def test_workers_tell_operators_at_once_what_hinders_them(app: App) -> None:
     @app.agent("mars")
     async def index(notification: Notification[Any]) -> None: ...

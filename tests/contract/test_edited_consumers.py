@@ -191,6 +191,7 @@ async def test_a_worker_that_starts_begins_before_what_the_server_gave_up(worker
     assert calls == [("0", {"n": 0}), ("1", {"n": 1})]
 
 
+@pytest.mark.slow
 async def test_a_paused_consumer_with_a_max_deliver_stays_paused(worker: Harness, calls: Handled) -> None:
     resumed: list[ConsumerResumed] = []
     worker.app.events.listen(resumed.append, ConsumerResumed)

@@ -84,6 +84,7 @@ async def keys_of(app: App, bucket: str) -> list[str]:
     return await (await app.session.backend.key_value(bucket)).keys()
 
 
+@pytest.mark.slow
 async def test_a_worker_goes_on_whatever_is_in_the_place_of_its_state(app: App, url: str | None, forge: Forge) -> None:
     calls: dict[str, int] = {}
 
@@ -145,6 +146,7 @@ async def test_a_worker_that_starts_replaces_what_was_forged(app: App, url: str 
         assert ("contract", "index", "MARS") in await consumer_records.stored(app.session.admin)
 
 
+@pytest.mark.slow
 async def test_a_failure_count_that_was_forged_counts_as_none(app: App, url: str | None, forge: Forge) -> None:
     attempts: list[int] = []
     bucket = "contract__failures"

@@ -124,6 +124,7 @@ def dead_letters(t: Harness) -> list[tuple[str, str, int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "deadly", [(5,), pytest.param((3, 25), marks=pytest.mark.slow)], ids=["one deadly", "two deadly"]
@@ -144,6 +145,7 @@ async def test_only_what_kills_its_worker_becomes_a_dead_letter(
         assert handlers.deaths <= len(deadly) * (ATTEMPTS + 3)
 
 
+@pytest.mark.slow
 async def test_failures_of_an_ordering_key_do_not_hide_what_kills_its_worker_later(app: App, url: str | None) -> None:
     """They are counted within one delivery, and do not say why a later one came."""
     failed, attempts = 4, 6
@@ -164,6 +166,7 @@ async def test_failures_of_an_ordering_key_do_not_hide_what_kills_its_worker_lat
         assert handlers.deaths == 2 + attempts - failed, "two beside others, and then alone as many as were left"
 
 
+@pytest.mark.slow
 async def test_of_an_agent_that_tries_once_nothing_else_becomes_a_dead_letter_either(app: App, url: str | None) -> None:
     handlers = Handlers(app, 3, 25)
     agent = one_by_one(app, handlers, retry=ONCE, concurrency=8)
@@ -175,6 +178,7 @@ async def test_of_an_agent_that_tries_once_nothing_else_becomes_a_dead_letter_ei
         assert sorted(dead_letters(t)) == [("index", "worker_died", 3), ("index", "worker_died", 25)]
 
 
+@pytest.mark.slow
 async def test_another_agent_of_the_same_process_loses_nothing(app: App, url: str | None) -> None:
     handlers, innocent = Handlers(app, 5), Handlers(app)
     agent = one_by_one(app, handlers, concurrency=4)

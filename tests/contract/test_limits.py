@@ -84,6 +84,7 @@ async def until(t: Harness, condition: Callable[[], Any]) -> None:
             await t.advance(0.1)
 
 
+@pytest.mark.slow
 async def test_all_workers_together_keep_the_rate(app: App, url: str | None, calls: Calls) -> None:
     @app.agent("mars", limits=[Rate(RATE * 60, per="1m")], concurrency=3)
     async def index(notification: Notification[Any]) -> None:
@@ -98,6 +99,7 @@ async def test_all_workers_together_keep_the_rate(app: App, url: str | None, cal
     assert RATE * SECONDS * least(url) <= len(within) <= RATE * (SECONDS + beside)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_killed_makes_it_slower_for_a_moment_only(
     app: App, url: str | None, calls: Calls
 ) -> None:
@@ -134,6 +136,7 @@ async def test_each_value_of_the_key_has_its_own_rate_and_stops_no_other(
     assert len(calls.times["od"]) <= 2 * (took + LATE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [86, 100])
 async def test_after_a_pause_what_one_second_allows_begins_at_once_and_no_more(
     app: App, url: str | None, calls: Calls, count: int
@@ -153,6 +156,7 @@ async def test_after_a_pause_what_one_second_allows_begins_at_once_and_no_more(
     assert RATE * limits.GATHERED_SECONDS * least(url) <= at_once <= RATE * seconds + 1
 
 
+@pytest.mark.slow
 async def test_of_a_slow_rate_none_begins_early_after_a_pause(app: App, url: str | None, calls: Calls) -> None:
     @app.agent("mars", limits=[Rate(1, per=2)], concurrency=3)
     async def index(notification: Notification[Any]) -> None:
@@ -177,6 +181,7 @@ def test_a_call_that_was_leased_may_begin_a_little_later_and_not_much_later() ->
     assert leased.next_seconds(200.0) is None
 
 
+@pytest.mark.slow
 async def test_several_rates_are_kept_together_and_none_is_spent_in_vain(
     app: App, url: str | None, calls: Calls
 ) -> None:
@@ -211,6 +216,7 @@ async def test_order_by_is_kept(app: App, url: str | None, calls: Calls) -> None
     assert most_within(calls.all, 1.0) <= 20 * (1 + LATE)
 
 
+@pytest.mark.slow
 async def test_what_waits_is_not_delivered_again_and_uses_no_attempt(app: App, url: str | None) -> None:
     """The last one waits for longer than `ack_wait`, which is long enough for a machine that is busy in between."""
     seen: list[tuple[int, int]] = []
@@ -230,6 +236,7 @@ async def test_what_waits_is_not_delivered_again_and_uses_no_attempt(app: App, u
     assert all(later - earlier > 1.5 for earlier, later in pairwise(waited)), waited
 
 
+@pytest.mark.slow
 async def test_a_bucket_that_is_deleted_is_made_again_and_nothing_begins_twice_as_fast(
     app: App, url: str | None, calls: Calls
 ) -> None:
@@ -248,6 +255,7 @@ async def test_a_bucket_that_is_deleted_is_made_again_and_nothing_begins_twice_a
     assert len(calls.all) <= RATE * (took + LATE)
 
 
+@pytest.mark.slow
 async def test_a_foreign_value_stops_nobody_for_long(
     app: App, url: str | None, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +276,7 @@ async def test_a_foreign_value_stops_nobody_for_long(
     assert len(calls.all) <= RATE * (took + LATE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, WORKERS])
 @pytest.mark.parametrize("shift", [3.0, -3.0, -3600.0], ids=["ahead", "behind", "set back by an hour"])
 async def test_a_server_with_another_clock_makes_nothing_faster(
@@ -327,6 +336,7 @@ async def test_a_worker_hoards_no_more_than_it_can_set_aside(app: App, url: str 
         assert flow.MAX_PREFETCH / 2 < await held() < 1.2 * flow.MAX_PREFETCH
 
 
+@pytest.mark.slow
 async def test_what_is_redelivered_to_another_worker_waits_there_as_well(
     app: App, url: str | None, calls: Calls
 ) -> None:
@@ -347,6 +357,7 @@ async def test_what_is_redelivered_to_another_worker_waits_there_as_well(
     assert len(calls.all) <= 5 * (calls.all[-1] - calls.all[0] + LATE)
 
 
+@pytest.mark.slow
 async def test_two_versions_with_different_limits_keep_each_its_own(url: str | None, app: App) -> None:
     """They share the time: what one begins is time that the other cannot use."""
     began: dict[str, list[float]] = defaultdict(list)
@@ -374,6 +385,7 @@ async def test_two_versions_with_different_limits_keep_each_its_own(url: str | N
     assert shares >= least(url) * (took - 1), counts
 
 
+@pytest.mark.slow
 async def test_beside_an_older_version_without_a_limit_its_own_calls_are_limited(url: str | None, app: App) -> None:
     began: dict[str, list[float]] = defaultdict(list)
 
@@ -397,6 +409,7 @@ async def test_beside_an_older_version_without_a_limit_its_own_calls_are_limited
     assert len(began["old"]) > 500, "it is not limited, and takes what the others leave"
 
 
+@pytest.mark.slow
 async def test_without_the_bucket_nothing_begins_but_what_was_leased(
     app: App, calls: Calls, kind: str, url: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,6 +456,7 @@ async def test_the_harness_settles_what_waits_for_its_turn(app: App, url: str | 
     assert sorted(calls.steps) == [*range(5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [[], ["class"]])
 @pytest.mark.parametrize(
     "limit",

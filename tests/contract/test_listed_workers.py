@@ -144,6 +144,7 @@ async def test_of_a_singletons_workers_one_works_and_the_others_stand_by(two: Ha
     assert sorted(each["agents"]["alone"]["pinned"] for each in found.values()) == [False, True]
 
 
+@pytest.mark.slow
 async def test_another_worker_says_soon_that_it_works_where_the_one_before_was_killed(two: Harness) -> None:
     await two.app.notify("mars", mars(stream="enfo"), {})
     (before,) = works(await recorded(two, works))

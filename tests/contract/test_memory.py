@@ -95,6 +95,7 @@ def add_around(router: Router) -> None:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [plain, not_plain, in_batches, plain_in_batches])
 @pytest.mark.parametrize("surrounded", [False, True])
 @pytest.mark.parametrize("how", ["by itself", "with the variable", "with a cause", "to be retried", "in a group"])

@@ -85,6 +85,7 @@ async def test_a_key_that_fails_stops_no_other(app: App, url: str | None) -> Non
         assert handled.steps[BAD] == [0]
 
 
+@pytest.mark.slow
 async def test_many_keys_that_fail_stop_no_other(app: App, url: str | None) -> None:
     handled = Handled()
 
@@ -101,6 +102,7 @@ async def test_many_keys_that_fail_stop_no_other(app: App, url: str | None) -> N
         assert handled.steps[GOOD] == list(range(20))
 
 
+@pytest.mark.slow
 async def test_a_key_that_takes_long_stops_no_other(app: App, url: str | None) -> None:
     handled, goes_on = held_up(app)
 

@@ -92,6 +92,7 @@ async def until(t: Harness, condition: Any) -> float:
     return t.clock.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 8])
 async def test_it_counts_no_attempt_and_makes_no_dead_letter(
     app: App, url: str | None, catalogue: Catalogue, concurrency: int
@@ -179,6 +180,7 @@ async def test_what_lies_behind_five_hundred_bad_ones_is_handled_within_a_minute
         assert t.clock.monotonic() - began < 120.0
 
 
+@pytest.mark.slow
 async def test_a_deploy_that_breaks_everything_makes_a_dead_letter_a_second(virtual: App) -> None:
     @virtual.agent("mars", retry=RetryPolicy(1), concurrency=8)
     async def index(notification: Notification[Any]) -> None:
@@ -268,6 +270,7 @@ async def test_order_is_kept(app: App, url: str | None, catalogue: Catalogue) ->
     assert catalogue.stored == list(range(50))
 
 
+@pytest.mark.slow
 async def test_order_is_kept_when_a_worker_ends_in_an_outage(app: App, url: str | None, catalogue: Catalogue) -> None:
     @app.agent("mars", retry=QUICK, concurrency=4, order_by=["class"], ack_wait=3.0)
     async def index(notification: Notification[Any]) -> None:
@@ -324,6 +327,7 @@ async def test_a_notification_counts_how_often_it_was_handed_over(app: App, url:
     assert seen == [(1, number) for number in range(1, 6)]
 
 
+@pytest.mark.slow
 async def test_agents_that_depend_on_the_same_wait_together(app: App, url: str | None) -> None:
     away = True
     began: list[OutageBegan] = []
@@ -392,6 +396,7 @@ async def test_code_takes_a_dependency_for_away_and_reads_it(app: App, url: str 
         disk.reset()
 
 
+@pytest.mark.slow
 async def test_one_key_is_away_and_the_others_are_not(app: App, url: str | None) -> None:
     """A tenant that asks to be left alone is left alone, and stops nobody else."""
     away = True
@@ -481,6 +486,7 @@ async def test_half_of_the_calls_fail_and_the_rate_is_kept(virtual: App) -> None
         assert handled > 540, "each notification takes two calls of 0.05 s, of which eight run at once"
 
 
+@pytest.mark.slow
 async def test_a_batch_is_one_piece_of_evidence(virtual: App, catalogue: Catalogue) -> None:
     """One bad one in a hundred fails its batch, which says nothing of a hundred."""
     catalogue.away = None
@@ -541,6 +547,7 @@ async def test_each_failed_run_over_a_stream_counts_once(virtual: App) -> None:
     assert UNTIL_SHUT <= shut_at[0] < 2 * UNTIL_SHUT
 
 
+@pytest.mark.slow
 async def test_windows_whose_function_needs_what_is_away_are_tried_one_a_second(virtual: App) -> None:
     away = True
     calls: list[float] = []
@@ -577,6 +584,7 @@ async def test_windows_whose_function_needs_what_is_away_are_tried_one_a_second(
     assert len(told) <= 2 + 4, "a line at the beginning, one a minute, and one at the end"
 
 
+@pytest.mark.slow
 async def test_a_function_of_on_dead_letter_that_needs_what_is_away_is_paced(virtual: App) -> None:
     calls: list[float] = []
 
@@ -611,6 +619,7 @@ async def test_a_worker_that_stops_gives_back_what_it_holds(app: App, url: str |
         assert t.dead_letters == []
 
 
+@pytest.mark.slow
 async def test_ten_minutes_in_virtual_time(virtual: App) -> None:
     """As a test of an author's: nothing is lost, nothing given up, and windows are not closed early."""
     handled: list[int] = []

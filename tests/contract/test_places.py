@@ -118,6 +118,7 @@ async def test_without_a_key_it_is_a_mutex_of_the_agent(app: App, url: str | Non
     assert running.most_in_all == 1
 
 
+@pytest.mark.slow
 async def test_a_key_that_is_taken_occupies_no_call_and_stops_no_other(
     app: App, url: str | None, running: Running
 ) -> None:
@@ -166,6 +167,7 @@ async def test_order_by_is_kept_and_failures_are_tried_at_the_head_of_their_key(
     assert running.done == {"od": [*range(30)], "rd": [*range(100, 130)]}
 
 
+@pytest.mark.slow
 async def test_workers_take_turns(app: App, url: str | None, running: Running) -> None:
     """Who has a key under backlog leaves it to others that wait for it."""
     by: list[str] = []
@@ -188,6 +190,7 @@ async def test_workers_take_turns(app: App, url: str | None, running: Running) -
     assert running.most["od"] == 1
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_killed_is_followed(app: App, url: str | None, running: Running) -> None:
     @app.agent("mars", limits=[Slots(1, by=["class"])], concurrency=2, ack_wait=2)
     async def index(notification: Notification[Any]) -> None:
@@ -203,6 +206,7 @@ async def test_a_worker_that_is_killed_is_followed(app: App, url: str | None, ru
     assert running.most["od"] == 1
 
 
+@pytest.mark.slow
 async def test_a_call_whose_place_is_lost_is_cancelled_and_uses_no_attempt(
     app: App, url: str | None, running: Running
 ) -> None:
@@ -230,6 +234,7 @@ async def test_a_call_whose_place_is_lost_is_cancelled_and_uses_no_attempt(
     assert "was lost" in str(failed[0].error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slot", ["slots/index/all/0", "slots/index/class/od/0"])
 async def test_a_call_that_needs_several_slots_ends_with_any_of_them(app: App, url: str | None, slot: str) -> None:
     begun: list[int] = []
@@ -294,6 +299,7 @@ async def test_a_place_that_is_not_used_is_given_back(app: App, url: str | None,
         assert t.clock.monotonic() - ended < lease_records.LEASE_SECONDS / 2, "it was not forgotten, but given back"
 
 
+@pytest.mark.slow
 async def test_a_slot_that_is_given_back_while_it_is_renewed_can_be_taken_at_once(
     app: App, url: str | None, running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +384,7 @@ async def test_no_call_begins_in_a_slot_that_was_lost_after_it_was_given_to_it(
     assert [fact.reason for fact in failed] == ["uncounted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outcome", ["raises", "rejects", "succeeds"])
 async def test_a_thread_whose_slot_is_lost_ends_without_an_attempt_and_its_slot_is_not_used_again(
     app: App, url: str | None, running: Running, outcome: str
@@ -410,6 +417,7 @@ async def test_a_thread_whose_slot_is_lost_ends_without_an_attempt_and_its_slot_
     assert len(begun) == len({*begun}) + (outcome != "succeeds") == 2 + (outcome != "succeeds")
 
 
+@pytest.mark.slow
 async def test_a_slot_whose_thread_runs_on_is_not_given_back_when_its_worker_ends(app: App) -> None:
     goes_on = Event()
     begun: list[float] = []

@@ -370,6 +370,7 @@ def test_a_program_that_has_failed_fails_no_more(program: Program) -> None:
     run(program, "in_memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ON_A_SERVER, ids=["deaths", "resets"])
 def test_programs_lose_nothing_and_count_nothing_twice(kind: str, program: Program) -> None:
     run(program, kind)

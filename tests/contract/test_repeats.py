@@ -127,6 +127,7 @@ async def test_a_dead_letter_is_stored_once_where_the_end_of_its_original_was_lo
         assert (handled.steps, t.outcomes(index)) == ([1, 2], ["dead_lettered"] * 2)
 
 
+@pytest.mark.slow
 async def test_order_outlives_a_handler_that_blocks_the_event_loop(app: App, url: str | None) -> None:
     handled = Handled()
 

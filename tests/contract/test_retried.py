@@ -336,6 +336,7 @@ async def test_an_agent_without_a_limit_of_attempts_is_blocked_and_goes_on(
     assert [step for step in handled.done if step < 10] == [0, 1, 2, 4, 5]
 
 
+@pytest.mark.slow
 async def test_a_blocked_one_that_succeeds_blocks_no_more(app: App, url: str | None, handled: Handled) -> None:
     @app.agent("mars", retry=WITHOUT_END)
     async def index(notification: Notification[Any]) -> None:

@@ -227,6 +227,7 @@ async def test_what_only_a_version_that_is_gone_has_wanted_is_passed_over_after_
     assert [event.gone for event in deployment.stated if event.own == NARROW] == [(), (WIDE,)]
 
 
+@pytest.mark.slow
 async def test_a_version_that_wants_more_takes_its_part_while_a_narrower_one_is_deployed(
     deployment: Deployment,
 ) -> None:
@@ -333,6 +334,7 @@ async def test_an_update_of_another_version_that_comes_late_hides_nothing(
         stop.set()
 
 
+@pytest.mark.slow
 async def test_the_longest_ack_wait_of_several_versions_is_in_effect(deployment: Deployment) -> None:
     async with deployment.worker("od", ack_wait=2.0, seconds=1.5):
         async with deployment.worker("od", ack_wait=0.5):
@@ -355,6 +357,7 @@ async def test_when_only_a_version_with_a_shorter_ack_wait_is_left_that_is_in_ef
     assert deployment.ack_waits == [(0.5, 2.0), (0.5, 0.5)]
 
 
+@pytest.mark.slow
 async def test_an_ack_wait_that_somebody_made_shorter_is_kept_within_and_set_right(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

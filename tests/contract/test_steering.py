@@ -94,6 +94,7 @@ class TestFinding:
 
 
 class TestAPause:
+    @pytest.mark.slow
     async def test_holds_back_events_and_what_is_tried_again(self, t: Harness, handled: list[int]) -> None:
         await t.notify("mars", mars(step=0), "reject")
         await t.settle()
@@ -178,6 +179,7 @@ class TestAReset:
         after = await agent_control.plan_reset(t.app.session.admin, INDEX, Position(time=four[3] + timedelta(days=1)))
         assert (after.sequence, after.again, after.passed_over) == (6, 0, 0)
 
+    @pytest.mark.slow
     async def test_forward_passes_over_and_says_so(self, t: Harness, handled: list[int], four: list[datetime]) -> None:
         await agent_control.pause(t.app.session.admin, INDEX)
         for step in (6, 7, 8):

@@ -416,6 +416,7 @@ class TestOrder:
                 await facts.until_acked(1, 2, 3, 4, 5)
             assert [step for step in hanging.ended if step < 2] == [0, 0, 1]
 
+    @pytest.mark.slow
     async def test_what_was_given_back_comes_again_in_order(self, app: App) -> None:
         hanging = Hanging(0)
         async with app:

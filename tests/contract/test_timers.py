@@ -12,6 +12,7 @@ from tests.waits import PATIENCE_SECONDS
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leader", [False, True])
 async def test_a_worker_runs_its_timers(kind: str, nats_url: str, leader: bool) -> None:
     app, stop = App("contract", config=app_config(kind, nats_url)), anyio.Event()

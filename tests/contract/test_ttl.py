@@ -77,6 +77,7 @@ async def test_an_older_server_is_named(app: App, kind: str, monkeypatch: pytest
         await app.notify("plain", {"a": 1, "b": "x"}, ttl=5)
 
 
+@pytest.mark.slow
 async def test_what_the_server_notes_in_place_of_a_notification_is_none(kind: str, nats_url: str) -> None:
     config = App("contract", config=app_config(kind, nats_url)).config
     plain = DeclaredStream(allow_msg_ttl=True, allow_rollup_hdrs=True, subject_delete_marker_ttl=Duration(3600))

@@ -174,6 +174,7 @@ def odd_workers() -> list[dict[str, Any]]:
     return [WORKER | each for each in [*odd, *({"agents": {"index": at_work | each}} for each in agents)]]
 
 
+@pytest.mark.slow
 async def test_odd_records_of_one_app_leave_the_report_on_another_as_it_was(app: App, t: Harness) -> None:
     await t.settle()
     admin = app.session.admin

@@ -41,6 +41,7 @@ async def test_the_good_ones_are_handled_however_many_wait_for_their_retry(app: 
     assert (failed, handled) == (FAILING, GOOD)
 
 
+@pytest.mark.slow
 async def test_due_retries_leave_half_of_the_time_to_what_is_new(app: App, url: str | None) -> None:
     """As many fail as succeed, and their retries alone would keep the worker busy for twenty times as long."""
     count, failing_seconds, attempts = 150, 0.01, 21

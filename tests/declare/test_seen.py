@@ -76,6 +76,7 @@ class TestAPage:
         found = [page.find((1, created + 0.5)) for created in range(MAX_STREAMS + 2)]
         assert found == [None, None, *[False] * MAX_STREAMS]
 
+    @pytest.mark.slow
     def test_is_small_whatever_it_has(self) -> None:
         chosen = [(each, 1.0) for each in range(PAGE_SEQUENCES) if random.Random(each).random() < 0.5]
         page = EMPTY.plus(chosen, created=0.0, marked=chosen)

@@ -64,6 +64,7 @@ class TestEnds:
     ) -> None:
         assert windowing(**stated).ends(time) == ends
 
+    @pytest.mark.slow
     @given(
         st.floats(-1e10, 1e10),
         st.integers(1, 5000).flatmap(lambda size: st.tuples(st.just(size), st.integers(max(1, size // 50), size))),

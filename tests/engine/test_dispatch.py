@@ -57,6 +57,7 @@ def _few_states(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pace, name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORLDS)
 def test_all_invariants_hold_in_every_state(name: str) -> None:
     found = explore(WORLDS[name])

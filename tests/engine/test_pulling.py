@@ -62,6 +62,7 @@ async def test_it_runs_as_many_at_once_as_it_may_and_holds_twice_as_many(
     assert len({event.notification for event in facts.of(Settled)}) == 50
 
 
+@pytest.mark.slow
 async def test_what_runs_or_waits_for_longer_than_the_ack_wait_is_not_given_to_another(
     router: Router, notify: NotifyStep, working: Working, facts: Facts
 ) -> None:

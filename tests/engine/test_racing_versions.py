@@ -179,6 +179,7 @@ async def deployment(backend: InMemoryBackend) -> Deployment:
     return Deployment(backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
 async def test_nothing_is_missed_that_a_reading_version_wants(deployment: Deployment, seed: int) -> None:
     random = Random(seed)
@@ -308,6 +309,7 @@ async def test_what_a_late_update_hides_is_delivered_though_another_one_widens_t
     assert deployment.handled == set(range(1, 11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [None, "rd"])
 async def test_what_a_worker_has_announced_that_died_is_ended_by_another_one(
     deployment: Deployment, other: str | None

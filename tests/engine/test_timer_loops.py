@@ -693,6 +693,7 @@ async def test_a_lease_that_the_server_does_not_forget_is_over_when_nobody_renew
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("catch_up", "ticks"), [(False, [3600, 10800, 14400]), (True, [3600, 7200, 10800, 14400])])
 async def test_what_was_missed_while_no_worker_was_there(
     router: Router, fleet: Fleet, catch_up: bool, ticks: list[float]

@@ -49,6 +49,7 @@ def commands_find(monkeypatch: pytest.MonkeyPatch) -> Any:
     return commands_find
 
 
+@pytest.mark.slow
 async def test_review_hands_back_what_may_succeed_and_lists_the_others(
     load: Load,
     nats_server: NatsServer,

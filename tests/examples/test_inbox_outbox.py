@@ -72,6 +72,7 @@ async def test_notification_that_is_handled_again_is_not_counted_again(
     assert len(database.execute("select * from outbox").fetchall()) == 1
 
 
+@pytest.mark.slow
 async def test_total_that_was_published_and_not_noted_is_not_published_again_however_late(
     example: ModuleType, database: psycopg.Connection[Any], postgres_server: Postgres
 ) -> None:

@@ -81,6 +81,7 @@ def spoil(place: Path, meta: bytes, packed: bytes, chance: random.Random) -> Non
     place.joinpath(OF_ENTRIES).write_bytes(packed)
 
 
+@pytest.mark.slow
 def test_a_backup_that_was_changed_is_read_or_is_a_backup_error(
     backup: backups.Backup, rounds: Callable[[int], Rounds]
 ) -> None:
@@ -160,6 +161,7 @@ def rejoin(links: list[backups.Backup]) -> None:
         (link.directory / META).write_text(json.dumps(document))
 
 
+@pytest.mark.slow
 def test_a_chain_of_which_a_link_was_changed_is_read_or_is_a_backup_error(
     links: tuple[list[backups.Backup], Key], rounds: Callable[[int], Rounds], tmp_path: Path
 ) -> None:
@@ -200,6 +202,7 @@ def test_a_size_without_end_is_found_at_once(data: bytes) -> None:
         list(archive.entries(io.BytesIO(b"".join(s2.written([data])))))
 
 
+@pytest.mark.slow
 def test_an_entry_in_many_small_blocks_takes_a_time_that_grows_with_their_number() -> None:
     """The entry claims more than there is. Copied for each block, it took 30 times as long for eight times as many."""
 

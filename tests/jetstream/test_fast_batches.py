@@ -170,6 +170,7 @@ async def test_what_was_under_way_when_the_server_died_is_unknown_at_once(
     assert {type(result) for result in results} == {OutcomeUnknownError}
 
 
+@pytest.mark.slow
 async def test_a_server_that_dies_while_many_are_published_costs_none_and_doubles_none(
     tmp_path: Path, write_config: Callable[..., Path], free_port: int
 ) -> None:

@@ -82,6 +82,7 @@ async def test_all_that_filters_of_any_density_take_comes(backend: JetStreamBack
         assert await read(backend, filters, last, chunks=chance.random() < 0.5) == expected, filters
 
 
+@pytest.mark.slow
 async def test_what_two_of_three_servers_hold_is_read_at_once_after_the_third_has_died(tmp_path: Path) -> None:
     with cluster(tmp_path) as nodes:
         async with JetStreamBackend(config.JetStream(nats_url=config.ServerUrls(nodes[0].url))) as backend:

@@ -56,6 +56,7 @@ async def refusing(port: int) -> AsyncGenerator[anyio.Event, None]:
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.slow
 async def test_a_program_that_publishes_stores_again_after_more_attempts_than_a_server_makes(tmp_path: Path) -> None:
     server = NatsServer.start(store_dir=tmp_path / "store")
     path = write_mars_config(

@@ -117,6 +117,7 @@ def both(data: bytes, cuts: list[int]) -> tuple[Recorded, Recorded, type[Excepti
     return theirs, ours, asyncio.run(feed(Parser(theirs), data, cuts)), asyncio.run(feed(dispatcher, data, cuts))
 
 
+@pytest.mark.slow
 @given(st.lists(st.one_of(MESSAGES, OTHERS), max_size=12), st.data())
 def test_what_comes_in_pieces_is_what_nats_py_makes_of_it(commands: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(commands)

@@ -75,6 +75,7 @@ def test_another_server_leads_the_consumer(run: Run, make: Make, api: Api) -> No
     assert (ran.code, ran.out) == (0, f"RETURNS shipping: {preferred} leads\n"), ran
 
 
+@pytest.mark.slow
 def test_a_server_gives_up_its_copy_and_another_makes_one(
     run: Run, make: Make, holders: Callable[[str], set[str]]
 ) -> None:
@@ -176,6 +177,7 @@ async def at_work(config: Path) -> AsyncIterator[App]:
         stop.set()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_worker_that_begins_gives_its_own_streams_the_copies_that_are_configured_and_takes_none(
     write_config: Callable[..., Path], url: str

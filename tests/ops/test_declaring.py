@@ -354,6 +354,7 @@ def test_a_stream_is_bound_to_declared_subjects_only(
         publish("orders.7.paid")
 
 
+@pytest.mark.slow
 def test_a_schema_for_editors_knows_the_section(run: Run) -> None:
     schema = json.loads(run("config", "schema").out)
     assert "opt_start_time" in schema["$defs"]["DeclaredConsumer"]["properties"]

@@ -39,6 +39,7 @@ async def test_a_slow_server_is_asked_for_one_after_another() -> None:
     assert (server.deleted, server.most_waiting) == ([0, 1, 2, 3, 4], 1)
 
 
+@pytest.mark.slow
 async def test_a_fast_server_is_asked_for_many_at_once() -> None:
     server = Server(seconds=0.0)
     told: list[int] = []

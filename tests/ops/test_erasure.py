@@ -200,6 +200,7 @@ async def test_dead_letters_are_erased_too(place: Place) -> None:
     assert place.on_disk("secret-of-xx-1.") == 2
 
 
+@pytest.mark.slow
 async def test_copies_of_dead_letters_that_are_gone_are_found(place: Place) -> None:
     await place.create("ARCHIVE", sources=[{"name": "aviso_workers_dead_letters__index"}])
     async with anyio.create_task_group() as working:
@@ -569,6 +570,7 @@ async def test_a_copy_that_denies_it_is_told_and_the_rest_erased(place: Place) -
     assert place.record()["erased"] == {"MARS": 1}, "not what is left"
 
 
+@pytest.mark.slow
 async def test_nothing_is_erased_while_a_server_is_away_that_would_keep_it(
     write_config: Callable[..., Path], tmp_path: Path
 ) -> None:

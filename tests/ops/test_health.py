@@ -439,6 +439,7 @@ VALUES: dict[str, list[Any]] = {
 ORDER = [each.name for each in CONDITIONS]
 
 
+@pytest.mark.slow
 def test_no_calm_word_hides_a_trouble_and_none_is_invented_where_facts_are_not_known() -> None:
     rng, seen = random.Random(20), set[str]()
     for _ in range(4_000):

@@ -156,6 +156,7 @@ def rotated(run: Run, config: Path, *arguments: str | Path) -> list[Node]:
     return processes.recorded(DIRECTORY)
 
 
+@pytest.mark.slow
 def test_streams_of_all_accounts_get_a_first_key_and_another_one(run: Run, configure: Configure) -> None:
     async def fill_accounts(node: Node) -> None:
         async with connected(node, "alice") as client:
@@ -216,6 +217,7 @@ def test_a_wrong_previous_key_changes_nothing(run: Run, configure: Configure) ->
     started(run, configure("encryption: {key: right}"))
 
 
+@pytest.mark.slow
 def test_whoever_is_killed_leaves_the_old_store_and_begins_anew(run: Run, configure: Configure) -> None:
     async def work(node: Node, task: Callable[[Client], Any]) -> Any:
         async with connected(node) as client:

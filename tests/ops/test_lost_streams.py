@@ -95,6 +95,7 @@ async def until_led(admin: Admin) -> None:
             return
 
 
+@pytest.mark.slow
 async def test_of_agents_of_lost_streams_it_is_not_known_how_they_are(asked: Asked) -> None:
     before, now = await snapshots.take(asked.admin), await snapshots.take(asked.admin)
     found = await agent_report.of_server(asked.admin, asked.config, now, before)

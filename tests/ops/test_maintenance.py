@@ -190,6 +190,7 @@ class TestPermissions:
             assert run("streams", "apply", "--config", login("admin")).code == 0
             yield login("reader", consumers={"shipping": {"filter_subjects": ["orders.new.>"]}})
 
+    @pytest.mark.slow
     @pytest.mark.covers("003-02")
     @pytest.mark.parametrize(
         ("command", "said"),
@@ -206,6 +207,7 @@ class TestPermissions:
         ran = run(*command, "--config", config)
         assert (ran.code, [each in (ran.out + ran.err).lower() for each in said]) == (1, [True, True]), ran
 
+    @pytest.mark.slow
     @pytest.mark.covers("002-63", "003-02")
     def test_can_be_given_for_a_consumer_by_its_filter(self, run: Run, config: Path) -> None:
         ran = run("streams", "apply", "--config", config)

@@ -299,6 +299,7 @@ async def handled(app: App, count: int) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 async def test_agents_go_on_at_the_second_site_where_they_had_come_to(sites: Sites) -> None:
     """Also where one of their notifications was never acknowledged."""
     await sites.mirror(0)

@@ -23,6 +23,7 @@ async def store(administration: Administration) -> None:
         await administration.request("orders.new", f"{number} {'x' * 10_000}".encode())
 
 
+@pytest.mark.slow
 @pytest.mark.covers("001-19", "001-20", "001-21", "001-37", "002-28", "003-04")
 def test_what_is_pushed_waits_for_slow_readers_and_says_that_it_is_alive(
     run: Run, declare: Declare, administer: Administer
@@ -59,6 +60,7 @@ def test_what_is_pushed_waits_for_slow_readers_and_says_that_it_is_alive(
     assert (found["bound"], found["left"]) == (True, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("001-20")
 @pytest.mark.parametrize("answered", [True, False])
 def test_flow_control_waits_until_it_is_answered(

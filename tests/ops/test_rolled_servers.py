@@ -165,6 +165,7 @@ def _has_all_replicas(info: ConsumerInfo) -> bool:
     return all(each.current for each in info.cluster.followers)
 
 
+@pytest.mark.slow
 async def test_a_consumer_is_not_taken_for_recreated_because_its_server_says_another_time_of_creation(
     cluster: Cluster,
 ) -> None:
@@ -192,6 +193,7 @@ async def test_a_consumer_is_not_taken_for_recreated_because_its_server_says_ano
     assert after.config.metadata[MARK] == before.config.metadata[MARK]
 
 
+@pytest.mark.slow
 async def test_a_consumer_that_is_deleted_twice_goes_on_where_it_was_and_has_missed_nothing(cluster: Cluster) -> None:
     loaded = cluster.config("deleted")
     async with Working(loaded, "deleted").run() as worker:
@@ -207,6 +209,7 @@ async def test_a_consumer_that_is_deleted_twice_goes_on_where_it_was_and_has_mis
     assert {*worker.handled} == {101, 102}
 
 
+@pytest.mark.slow
 async def test_a_consumer_that_begins_with_what_is_new_and_is_deleted_handles_nothing_old(cluster: Cluster) -> None:
     loaded = cluster.config("begun")
     async with Working(loaded, "begun").run() as worker:

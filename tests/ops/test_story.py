@@ -101,6 +101,7 @@ async def letters(app: App, *, erase: bool = False) -> None:
     await (stored.drop if erase else stored.retry)(*chosen)
 
 
+@pytest.mark.slow
 async def test_what_is_handled_waits_and_is_not_for_an_agent(app: App) -> None:
     async with App("publisher", config=app.config) as publisher:
         await publish(publisher, 1)
@@ -152,6 +153,7 @@ async def test_what_all_agents_have_handled_is_said_in_a_sentence(app: App) -> N
         assert (found.sentence, found.also, found.tone) == ("Handled by all 2 agents that read it.", "", "good")
 
 
+@pytest.mark.slow
 async def test_what_is_blocked_and_what_waits_behind_it(app: App) -> None:
     @app.agent("mars", order_by=["class"], retry=RetryPolicy(first=0.02, attempts=None))
     async def index(notification: Notification[Any]) -> None:
@@ -191,6 +193,7 @@ async def test_what_waits_for_what_is_away(app: App) -> None:
         assert why == "what the agent needs is away, and no attempt is used: Unavailable: the archive is maintained"
 
 
+@pytest.mark.slow
 async def test_a_dead_letter_is_handed_back_and_handled_or_dead_again(app: App, nats_server: NatsServer) -> None:
     broken = Broken()
 
@@ -409,6 +412,7 @@ async def test_one_that_was_handed_back_and_whose_copy_is_gone_is_not_said_to_be
         assert f"it was handed back by {ANNA}, by command at 20" in why
 
 
+@pytest.mark.slow
 async def test_what_waits_to_be_stored_later_is_found_by_its_values_and_named_by_its_message_id(
     app: App, nats_server: NatsServer
 ) -> None:
@@ -437,6 +441,7 @@ async def test_what_waits_to_be_stored_later_is_found_by_its_values_and_named_by
             await told(app, "mars@delayed:forecast 8")
 
 
+@pytest.mark.slow
 async def test_one_that_a_newer_one_of_its_subject_has_replaced_says_which(app: App, nats_server: NatsServer) -> None:
     @app.agent("mars", retry=RetryPolicy(attempts=1))
     async def index(notification: Notification[Any]) -> None:
@@ -493,6 +498,7 @@ async def test_what_is_not_stored_says_why_as_far_as_that_is_known(app: App, nam
     assert why in str(raised.value)
 
 
+@pytest.mark.slow
 async def test_what_an_agent_was_reset_past_is_passed_over(app: App) -> None:
     @app.agent("mars", concurrency=1)
     async def index(notification: Notification[Any]) -> None: ...

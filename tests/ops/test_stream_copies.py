@@ -108,6 +108,7 @@ def test_a_copy_that_lacks_what_was_stored_meanwhile_says_what_is_next(
     assert run("notify", "mars", "class=od", "step=8", "-c", target).out.startswith("mars@7")
 
 
+@pytest.mark.slow
 def test_a_copy_that_follows_waits_while_its_server_is_away(
     run: Run,  # noqa: F811
     start: Start,

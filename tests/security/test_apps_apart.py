@@ -34,6 +34,7 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield found
 
 
+@pytest.mark.slow
 def test_workers_have_done_all_that_they_do_and_nothing_was_denied(site: Site) -> None:
     assert site.violations_of_workers == []
 
@@ -71,6 +72,7 @@ async def test_nobody_hears_what_others_publish_or_are_answered(site: Site, user
     assert sorted({*subjects} - {*await apart.denied_to_hear(site, user, subjects)}) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", USERS)
 async def test_nobody_reads_what_one_app_alone_has(site: Site, user: str) -> None:
     """What the app `b` has of `other`: notifications, delayed ones, dead letters, retries, tables, windows, records and
@@ -113,6 +115,7 @@ async def test_no_message_erases_the_others_of_a_bucket(site: Site) -> None:
     assert await site.state(theirs) == before
 
 
+@pytest.mark.slow
 async def test_no_id_that_another_app_has_used_makes_a_dead_letter_a_duplicate(site: Site) -> None:
     """Another app of the stream knows the ids of dead letters before there are any: they follow from what failed."""
     async with site.app("b") as app, site.operator() as operator:

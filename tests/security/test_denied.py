@@ -88,6 +88,7 @@ def test_only_the_subject_that_is_quoted_is_denied() -> None:
     assert denies('nats: permissions violation for publish to "x\\"svc.orders"', 'x"svc.orders')
 
 
+@pytest.mark.slow
 async def test_a_request_is_not_ended_for_one_whose_subject_differs_in_case(tmp_path: Path) -> None:
     users = "authorization { users: [{user: u, password: p, permissions: {publish: {deny: ['svc.Orders']}}}] }\n"
     with NatsServer.start(store_dir=tmp_path, config=users) as server:
@@ -144,6 +145,7 @@ async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_pa
     assert stated == ["publish to $kv.field__live.>"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", ["replay", "watch"])
 async def test_a_reading_that_may_not_pull_ends_and_names_the_subject(tmp_path: Path, read: str) -> None:
     users = (
@@ -191,6 +193,7 @@ async def test_a_reading_whose_account_lacks_an_import_ends_and_names_the_reques
                     await anext(getattr(app, read)("mars", from_id=1))
 
 
+@pytest.mark.slow
 async def test_a_denied_settlement_of_a_server_with_longer_replies_is_told(tmp_path: Path) -> None:
     """The feature `js_ack_fc_v2` of a nats-server names the domain and the account in what a message is settled by."""
     server_config = (

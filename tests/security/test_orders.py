@@ -94,6 +94,7 @@ async def until(condition: Callable[[], Awaitable[bool] | bool]) -> None:
             await anyio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_a_worker_obeys_a_pause_and_can_neither_write_nor_erase_it(site: Site) -> None:
     async with site.operator() as operator:
         admin = operator.session.admin
@@ -134,6 +135,7 @@ async def test_a_worker_obeys_a_pause_and_can_neither_write_nor_erase_it(site: S
             await until(lambda: len(site.looked) > ticks)
 
 
+@pytest.mark.slow
 async def test_of_two_workers_one_runs_what_an_operator_has_asked_for(site: Site) -> None:
     async with site.operator() as operator, site.workers(2):
         admin = operator.session.admin

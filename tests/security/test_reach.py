@@ -87,6 +87,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Place
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "accounts", "column", "cell"), CELLS)
 async def test_a_role_reaches_what_the_table_says(
     places: dict[str, Place], role: str, accounts: str, column: Reach, cell: Cell
@@ -207,6 +208,7 @@ async def ignore(_: Exception) -> None:
     """What is denied is no error of the test."""
 
 
+@pytest.mark.slow
 async def test_a_publisher_of_another_server_of_a_cluster_reaches_the_same(tmp_path: Path) -> None:
     nodes = start(tmp_path, AS_RENDERED, nodes=3)
     try:

@@ -146,6 +146,7 @@ async def test_a_request_for_a_reader_that_names_another_apps_reader_in_its_body
             assert (await admin.consumer_info("MARS", reader)).config == before.config
 
 
+@pytest.mark.slow
 async def test_more_readers_than_names_wait_say_so_and_go_on(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "NAMED_SECONDS", 0.2)
     said = anyio.Event()
@@ -173,6 +174,7 @@ async def test_more_readers_than_names_wait_say_so_and_go_on(account: Account, m
             await watches[0].aclose()
 
 
+@pytest.mark.slow
 async def test_the_name_of_a_reader_that_is_gone_is_free_after_a_while(
     account: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -339,6 +339,7 @@ async def denied(server: NatsServer, name: str, *, publish: str = "", subscribe:
     return any("permissions violation" in each.lower() for each in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", SCENARIOS)
 async def test_a_role_works_and_needs_every_line(role: permissions.Role, tmp_path: Path) -> None:
     def configure(url: str = NOWHERE, **jetstream: object) -> Path:

@@ -213,6 +213,7 @@ async def test_a_worker_publishes_all_that_it_has_whatever_the_plain_greeting_sa
     assert [len(one.payload) for one in t.published if one.event_type == "index"] == [500_000]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("agents", "ls"), ("notify", "mars", "class=od", "step=1")], ids=" ".join)
 def test_a_command_says_nothing_of_its_connection(
     arguments: tuple[str, ...], tls_server: NatsServer, authority: Authority, tmp_path: Path

@@ -94,6 +94,7 @@ def sites(tmp_path: Path) -> Iterator[dict[str, Site]]:
         yield found
 
 
+@pytest.mark.slow
 def test_a_stream_of_one_cluster_is_sourced_in_another(sites: dict[str, Site]) -> None:
     assert sites["east"].gateways() == {"west"}
 

@@ -63,6 +63,7 @@ def test_a_directory_that_cannot_be_written_is_named(load: Load, tmp_path: Path)
         processes.start(config, directory=tmp_path / "file" / "servers")
 
 
+@pytest.mark.slow
 @pytest.mark.covers("001-44", "002-41", "003-09", "004-01", "004-02", "004-18", "004-45", "004-46")
 def test_three_nodes_outlive_the_command_that_starts_them_and_stop_leaves_nothing(load: Load) -> None:
     load(f"server_name: n\n{ANYWHERE}\nleafnodes: {{port: 0}}")
@@ -84,6 +85,7 @@ def test_three_nodes_outlive_the_command_that_starts_them_and_stop_leaves_nothin
         processes.stop(directory)
 
 
+@pytest.mark.slow
 def test_starting_again_starts_only_what_does_not_run(load: Load, start: Start) -> None:
     loaded = load(f"server_name: n\n{ANYWHERE}")
     nodes = start(loaded, nodes=3)
@@ -200,6 +202,7 @@ def test_reload_takes_over_what_can_be_taken_over_and_names_what_cannot(load: Lo
         processes.reload(loaded, directory=directory)
 
 
+@pytest.mark.slow
 def test_in_lame_duck_mode_clients_are_told_and_have_their_time(load: Load, start: Start) -> None:
     (node,) = start(load(f"{ANYWHERE}\nlame_duck_grace_period: 2s\nlame_duck_duration: 31s"))
     with (
@@ -225,6 +228,7 @@ PUBLISHED = 150
 KILLED_AFTER = 50
 
 
+@pytest.mark.slow
 @pytest.mark.covers("001-13", "001-39", "002-06", "002-39")
 @pytest.mark.anyio
 async def test_a_stream_of_three_copies_survives_its_leader_and_loses_nothing(load: Load, start: Start) -> None:

@@ -107,6 +107,7 @@ async def command(directory: Path, *arguments: str | Path) -> tuple[int, str]:
     return code, "".join(started.told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, pytest.param(3, marks=pytest.mark.slow)])
 async def test_publishers_of_an_account_reach_agents_and_nothing_else(start: Start, tmp_path: Path, nodes: int) -> None:
     running = start(load(tmp_path, ACCOUNTS), nodes=nodes)

@@ -20,6 +20,7 @@ PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
 class TestReading:
+    @pytest.mark.slow
     def test_a_notification_is_a_row_of_typed_columns(self, place: Place) -> None:
         place.publish(6, payload={"location": "/a"})
 
@@ -41,6 +42,7 @@ class TestReading:
 
         assert present(place.read().first())["identifier"]["class"] == "a.b*c%"
 
+    @pytest.mark.slow
     def test_what_does_not_fit_the_schema_is_null(self, place: Place) -> None:
         place.publish(1)
         for subject in ("mars.od", "mars.od.yesterday.0600.many", "mars.*.20261120.0600.2"):
@@ -55,6 +57,7 @@ class TestReading:
             (None, date(2026, 11, 20), 2),
         ]
 
+    @pytest.mark.slow
     def test_a_stream_is_read_without_an_event_type(self, place: Place) -> None:
         place.publish(1, payload="x")
         place.publish_raw("mars.od")
@@ -65,6 +68,7 @@ class TestReading:
         assert first["headers"]["Nats-Expected-Stream"] == "MARS"
         assert (second["event_type"], second["identifier"], second["payload"]) == ("mars", None, None)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", [{}, {"stream": "MARS"}, {"where.step": '{"between": [1, 3]}'}])
     def test_what_the_server_notes_in_place_of_a_notification_is_no_row(
         self, place: Place, options: dict[str, str]
@@ -98,6 +102,7 @@ class TestReading:
 
         assert steps(place.read(**options)) == expected
 
+    @pytest.mark.slow
     def test_times_are_inclusive(self, place: Place) -> None:
         place.publish(1)
         place.publish(2)
@@ -107,6 +112,7 @@ class TestReading:
         assert steps(place.read(startingTimestamp=second)) == [2, 3]
         assert steps(place.read(endingTimestamp=second)) == [1, 2]
 
+    @pytest.mark.slow
     def test_many_partitions_read_everything_once(self, place: Place) -> None:
         place.publish(*range(5000))
         gone = (1200, 1250, 2500, 2501, 4999)
@@ -119,6 +125,7 @@ class TestReading:
         found = sorted(row["sequence"] for row in frame.select("sequence").collect())
         assert found == [number for number in range(1, 5001) if number not in gone]
 
+    @pytest.mark.slow
     def test_a_range_that_is_gone_fails_by_name(self, place: Place, caplog: pytest.LogCaptureFixture) -> None:
         place.publish(*range(6))
         for sequence in (1, 2):
@@ -133,10 +140,12 @@ class TestReading:
         with pytest.raises(PySparkException, match=r"'/nowhere/aviso\.yaml' is not a file"):
             place.read(config="/nowhere/aviso.yaml").collect()
 
+    @pytest.mark.slow
     def test_a_missing_stream_is_named(self, place: Place) -> None:
         with pytest.raises(PySparkException, match="there is no stream MARS"):
             place.read().collect()
 
+    @pytest.mark.slow
     def test_a_beginning_behind_the_end_of_the_stream_is_refused(self, place: Place) -> None:
         place.publish(1, 2)
 
@@ -144,6 +153,7 @@ class TestReading:
         with pytest.raises(PySparkException, match="startingOffsets is 4, and stream MARS ends at 2: give a sequence"):
             place.read(startingOffsets=4).collect()
 
+    @pytest.mark.slow
     def test_one_frame_can_be_filtered_again_and_again(self, spark: SparkSession, place: Place) -> None:
         """Where Spark hands filters to data sources, it also remembers for a frame what the last one left."""
         place.publish(*range(6))
@@ -160,6 +170,7 @@ class TestReading:
 class TestPayloads:
     SCHEMA = "location STRING, size BIGINT, parts ARRAY<STRUCT<n INT>>, made TIMESTAMP"
 
+    @pytest.mark.slow
     def test_a_schema_makes_columns_of_them(self, place: Place) -> None:
         payload = {"location": "/a", "parts": [{"n": 1}], "made": "2026-11-20T06:00:00Z", "other": 1}
         place.publish(1, payload=payload)
@@ -175,6 +186,7 @@ class TestPayloads:
         }
         assert (full["_corrupt_record"], empty["payload"], empty["_corrupt_record"]) == (None, None, None)
 
+    @pytest.mark.slow
     def test_one_that_does_not_fit_is_kept_as_text(self, place: Place) -> None:
         place.publish(1, payload={"size": "big"})
         place.publish(2, payload={"size": 5})
@@ -184,6 +196,7 @@ class TestPayloads:
         assert (bad["payload"], bad["_corrupt_record"]) == (None, '{"size":"big"}')
         assert (good["payload"]["size"], good["_corrupt_record"]) == (5, None)
 
+    @pytest.mark.slow
     def test_a_number_too_long_for_its_column_does_not_fit_either(self, place: Place) -> None:
         place.publish(1, payload={"size": 1.25})
         place.publish(2, payload={"size": 12345.678})
@@ -197,6 +210,7 @@ class TestPayloads:
         with pytest.raises(PySparkException, match="payloadSchema: binary has no values in JSON"):
             place.read(payloadSchema="size BINARY").collect()
 
+    @pytest.mark.slow
     def test_or_ends_the_query(self, place: Place) -> None:
         place.publish(1, payload={"size": "big"})
 
@@ -208,6 +222,7 @@ class TestPayloads:
 
 
 class TestWriting:
+    @pytest.mark.slow
     def test_rows_are_checked_notifications(self, place: Place) -> None:
         place.write(place.rows(40))
 
@@ -216,6 +231,7 @@ class TestWriting:
         assert {one.identifier["time"] for one in stored} == {"0600"}
         assert all(one.payload == {"number": int(one.identifier["step"])} for one in stored)
 
+    @pytest.mark.slow
     def test_what_was_read_can_be_written(self, place: Place) -> None:
         place.publish(1, 2, payload=["x"])
 
@@ -228,6 +244,7 @@ class TestWriting:
         ]
         assert len(place.stored()) == 4
 
+    @pytest.mark.slow
     def test_payloads_may_be_structs(self, place: Place) -> None:
         struct = F.struct(F.lit(5).alias("size"), F.array(F.lit("a")).alias("parts"))
 
@@ -235,6 +252,7 @@ class TestWriting:
 
         assert place.stored()[0].payload == {"size": 5, "parts": ["a"]}
 
+    @pytest.mark.slow
     def test_a_column_of_ids_stores_nothing_twice(self, place: Place) -> None:
         rows = place.rows(20).withColumn("id", F.concat(F.lit("field/"), F.col("step")))
 
@@ -243,6 +261,7 @@ class TestWriting:
 
         assert len(place.stored()) == 20
 
+    @pytest.mark.slow
     def test_a_task_that_is_tried_again_stores_nothing_twice(self, place: Place) -> None:
         @F.udf("string", useArrow=False)
         def fail_once(number: int) -> str:
@@ -259,6 +278,7 @@ class TestWriting:
 
         assert sorted(int(one.identifier["step"]) for one in place.stored()) == list(range(2000))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("change", "said"),
         [
@@ -275,6 +295,7 @@ class TestWriting:
         with pytest.raises(PySparkException, match=said):
             place.write(change(place.rows(1)))
 
+    @pytest.mark.slow
     def test_rows_go_to_no_other_stream(self, place: Place) -> None:
         """The subject says where a message goes; the stream that is expected, where it must not."""
         place.publish(1)

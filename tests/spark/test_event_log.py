@@ -525,6 +525,7 @@ def test_an_endless_line_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(endless) < 1200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [b"\n", b"{}\n", b"x"])
 def test_a_small_file_that_decompresses_to_much_costs_little(tmp_path: Path, lines: bytes) -> None:
     file, tried, read = tmp_path / "app-1.zstd", [0], 0

@@ -15,6 +15,7 @@ from aviso_workers.errors import ExecutorError
 from aviso_workers.spark import data_source, register
 
 
+@pytest.mark.slow
 def test_a_python_without_the_packages_is_found_before_any_query(
     start_spark: Callable[..., SparkSession], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +43,7 @@ def test_a_python_that_does_not_run_is_named(said: str, cure: str) -> None:
         raise data_source._failed(f"Job aborted\n{said}\n")
 
 
+@pytest.mark.slow
 def test_importing_the_wing_loads_neither_metrics_nor_the_status_port_nor_pyspark() -> None:
     modules = "aviso_workers.spark, aviso_workers.spark.event_log"
     forbidden = ("prometheus_client", "aviso_workers.telemetry.status", "aviso_workers.telemetry.metrics", "typer")

@@ -28,6 +28,7 @@ from tests.waits import LONG_SECONDS, PATIENCE_SECONDS
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.slow
 async def test_the_listener_alone_tells_of_jobs_and_queries_as_the_log_does(
     app: App, config: Path, start_spark: Callable[..., SparkSession], tmp_path: Path
 ) -> None:
@@ -46,6 +47,7 @@ async def test_the_listener_alone_tells_of_jobs_and_queries_as_the_log_does(
     assert (listener.stored, listener.dropped) == (len(stored), 0)
 
 
+@pytest.mark.slow
 async def test_listener_and_agent_together_store_each_event_once(
     app: App, config: Path, start_spark: Callable[..., SparkSession], tmp_path: Path
 ) -> None:
@@ -62,6 +64,7 @@ async def test_listener_and_agent_together_store_each_event_once(
     assert listener.stored > 0
 
 
+@pytest.mark.slow
 async def test_an_agent_that_comes_later_adds_what_is_missing_and_nothing_else(
     app: App, config: Path, start_spark: Callable[..., SparkSession], tmp_path: Path
 ) -> None:

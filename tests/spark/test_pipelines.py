@@ -158,6 +158,7 @@ class TestArchive:
         newest.with_name(f".{newest.name}.crc").unlink(missing_ok=True)
         return newest
 
+    @pytest.mark.slow
     def test_notifications_are_kept_by_the_day_in_utc(self, place: Pipelines) -> None:
         place.publish(*range(5), payload={"location": "/a"})
 
@@ -168,6 +169,7 @@ class TestArchive:
         (day,) = Path(self.path(place)).glob("date=*")
         assert day.name == f"date={place.stored()[0].time:%Y-%m-%d}"
 
+    @pytest.mark.slow
     def test_a_batch_over_midnight_is_kept_under_two_days(self, place: Pipelines) -> None:
         midnight = datetime(2026, 11, 21, tzinfo=UTC)
         rows = [(1, midnight - timedelta(microseconds=1)), (2, midnight), (3, midnight + timedelta(hours=23))]
@@ -316,6 +318,7 @@ class TestArchive:
         assert sorted(row["sequence"] for row in kept.collect()) == [0, 1, 2, 3]
         assert read_by_pyarrow(self.path(place)).num_rows == 4
 
+    @pytest.mark.slow
     def test_two_runs_that_add_one_batch_keep_all_of_it(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -333,6 +336,7 @@ class TestArchive:
 
         assert archives.read(place.spark, self.path(place)).count() == 9
 
+    @pytest.mark.slow
     def test_days_with_files_that_are_newer_than_an_older_copy_lose_these(self, place: Pipelines) -> None:
         """As where list and checkpoint were restored together, and what is in the days was left as it was."""
         directory = Path(self.path(place))
@@ -363,6 +367,7 @@ class TestArchive:
         assert place.spark.read.parquet(str(moved)).count() == 2, "every reader of Spark finds it now"
         assert not first.exists()
 
+    @pytest.mark.slow
     def test_an_archive_without_its_lists_is_not_gone_on_with(self, place: Pipelines) -> None:
         place.publish(0)
         self.archive(place)
@@ -517,6 +522,7 @@ class TestArchive:
             place.spark.conf.unset("spark.sql.files.ignoreCorruptFiles")
         assert damaged.exists()
 
+    @pytest.mark.slow
     def test_a_field_that_has_changed_its_type_is_refused(self, place: Pipelines) -> None:
         place.publish(0)
         self.archive(place)
@@ -586,6 +592,7 @@ class TestFiles:
 
 
 class TestBackfill:
+    @pytest.mark.slow
     def test_kept_notifications_are_published_once_however_often_it_is_run(self, place: Pipelines) -> None:
         place.publish(*range(4), payload={"location": "/a"})
 
@@ -637,6 +644,7 @@ class TestBackfill:
 
         assert backfill.without_stored(rows, "copy", config=str(place.config)).count() == 0
 
+    @pytest.mark.slow
     def test_a_run_that_is_cut_short_is_completed_by_the_next(self, place: Pipelines) -> None:
         place.publish(*range(6))
         half = place.read().where("sequence % 2 = 0").withColumn("id", backfill.identity())
@@ -662,6 +670,7 @@ class TestBackfill:
         assert (again.published, again.present) == (0, 4)
         assert place.steps() == [0, 2, 3, 1]
 
+    @pytest.mark.slow
     def test_the_newest_of_a_topic_is_not_replaced_by_an_older_one(self, place: Pipelines) -> None:
         place.publish(1, 2, payload="old")
         place.publish(2, payload="newer")
@@ -672,6 +681,7 @@ class TestBackfill:
         assert (done.published, done.present) == (1, 2)
         assert {one.identifier["step"]: one.payload for one in place.stored("newest")} == {"1": "newest", "2": "newer"}
 
+    @pytest.mark.slow
     def test_what_is_published_while_it_runs_is_not_replaced_by_an_older_notification(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -695,6 +705,7 @@ class TestBackfill:
         assert held == {"9": None, "1": "newer", "2": "old", "3": "old"}
         assert done == Backfilled(published=2, present=1, refused=0)
 
+    @pytest.mark.slow
     def test_what_is_no_notification_is_kept_with_the_reason_once(self, place: Pipelines) -> None:
         place.publish(1, 2, 3)
         step = F.when(F.col("sequence") == 2, F.lit(-1)).otherwise(F.col("identifier.step"))
@@ -712,6 +723,7 @@ class TestBackfill:
         assert out_of_range["topic"] == "mars.od.20261120.0600.2"
         assert not_json["reason"].startswith("the payload is not JSON")
 
+    @pytest.mark.slow
     def test_two_at_a_time_lose_none_of_each_others_dead_letters(
         self, place: Pipelines, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -732,6 +744,7 @@ class TestBackfill:
         assert sorted(row["id"] for row in place.spark.read.parquet(table).collect()) == ["0", "1", "2", "3"]
         assert not list(Path(table).glob("_*"))
 
+    @pytest.mark.slow
     def test_it_is_done_again_after_it_was_killed_while_it_wrote_dead_letters(self, place: Pipelines) -> None:
         place.publish(1, 2)
         step = F.when(F.col("sequence") == 2, F.lit(-1)).otherwise(F.col("identifier.step"))
@@ -774,6 +787,7 @@ class TestReport:
         ]
         return place.spark.createDataFrame(rows, typed)
 
+    @pytest.mark.slow
     def test_cycles_are_complete_late_or_not_due(self, place: Pipelines) -> None:
         came = self.arrived(
             place, ("0600", 0, "11:00"), ("0600", 2, "11:30"), ("0600", 4, "13:00"), ("0600", 4, "14:00"),
@@ -790,6 +804,7 @@ class TestReport:
         _, late = completeness.cycles(compared, datetime(2026, 11, 20, 18, 0, tzinfo=UTC)).collect()
         assert (late["cycle_complete"], late["cycle_late"], late["missing"]) == (False, True, 2)
 
+    @pytest.mark.slow
     def test_a_table_may_say_what_is_expected(self, place: Pipelines) -> None:
         table = place.directory / "schedule.csv"
         table.write_text(
@@ -804,6 +819,7 @@ class TestReport:
             (2, -3600.0),
         ]
 
+    @pytest.mark.slow
     def test_a_table_with_a_date_that_is_none_is_an_error_that_names_it(self, place: Pipelines) -> None:
         table = place.directory / "wrong.csv"
         table.write_text("cycle,due,time,step\nmorning,2026-02-30T12:00:00Z,0600,0\n")
@@ -843,6 +859,7 @@ class TestReport:
         with pytest.raises(PipelineError, match=said):
             completeness.read_schedule(str(file), "mars", first=DAY, last=DAY, config=str(place.config))
 
+    @pytest.mark.slow
     def test_hours_are_counted(self, place: Pipelines) -> None:
         came = self.arrived(place, ("0600", 0, "11:00"), ("0600", 2, "11:59"), ("0600", 4, "13:00"))
 
@@ -851,6 +868,7 @@ class TestReport:
         noon = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp())
         assert [tuple(row) for row in hours] == [(noon - 3600, 2), (noon + 3600, 1)]
 
+    @pytest.mark.slow
     def test_a_cycle_of_which_nothing_came_is_not_late_before_it_is_due(self, place: Pipelines) -> None:
         compared = completeness.compare(self.arrived(place), self.expected(place))
 
@@ -859,6 +877,7 @@ class TestReport:
         assert (early["cycle_late"], early["missing"], early["latency_seconds"]) == (True, 3, None)
         assert (late["cycle_late"], late["missing"], late["cycle_complete"]) == (False, 0, False)
 
+    @pytest.mark.slow
     def test_cycles_are_told_of_once_each_in_tables_a_page_and_notifications(self, place: Pipelines) -> None:
         place.publish(0, 2, 4, time="0600")
         first = self.report(place, datetime(2100, 1, 1, tzinfo=UTC))

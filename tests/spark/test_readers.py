@@ -77,6 +77,7 @@ class Task:
 
 
 class TestTasks:
+    @pytest.mark.slow
     def test_more_tasks_than_may_read_at_once_wait_and_warn(
         self, place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -105,6 +106,7 @@ class TestTasks:
         with pytest.raises(DataLossError, match=r"stream MARS: messages \d+ to 100 are gone"):
             task.finish()
 
+    @pytest.mark.slow
     def test_so_does_one_whose_beginning_is_removed_faster_than_it_is_read(self, place: Place) -> None:
         place.publish(*range(COUNT))
         task = Task(place)

@@ -80,6 +80,7 @@ def read(log: EventLog, position: LogPosition) -> list[JobEvent]:
     return batch.events
 
 
+@pytest.mark.slow
 def test_the_log_is_complete_and_named_by_its_application(log: EventLog, application: Recorded) -> None:
     assert (log.complete, log.problem) == (True, None)
     assert SparkApplication.of_log(log.name) == SparkApplication(id=application.id)
@@ -135,6 +136,7 @@ def test_reading_goes_on_anywhere(log: EventLog, events: list[JobEvent]) -> None
     assert rest == events[-len(rest) :]
 
 
+@pytest.mark.slow
 def test_wherever_the_log_is_cut_it_is_read_on_when_it_has_grown(log: EventLog, tmp_path: Path) -> None:
     (file,) = log.files
     content = Path(file.path).read_bytes()
@@ -153,6 +155,7 @@ def test_wherever_the_log_is_cut_it_is_read_on_when_it_has_grown(log: EventLog, 
         assert events == whole, end
 
 
+@pytest.mark.slow
 def test_what_sparks_own_compaction_leaves_is_read(
     log: EventLog, events: list[JobEvent], start_spark: Callable[..., SparkSession], tmp_path: Path
 ) -> None:

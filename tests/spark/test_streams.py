@@ -68,6 +68,7 @@ def wait_until(is_so: Callable[[], bool], what: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_what_is_there_is_copied_in_batches_and_never_again(place: Place, copying: Copying) -> None:
     place.publish(*range(10))
 
@@ -78,12 +79,14 @@ def test_what_is_there_is_copied_in_batches_and_never_again(place: Place, copyin
     assert sorted(copying.copied) == list(range(12))
 
 
+@pytest.mark.slow
 def test_available_now_takes_nothing_that_comes_later_and_waits_for_no_minimum(place: Place, copying: Copying) -> None:
     place.publish(1)
 
     assert copying.run(minMessagesPerTrigger=100, maxTriggerDelay="1h") == [1]
 
 
+@pytest.mark.slow
 def test_latest_begins_with_what_comes(place: Place, copying: Copying) -> None:
     place.publish(1)
     query = copying.start(trigger={"processingTime": "0 seconds"}, startingOffsets="latest")
@@ -95,6 +98,7 @@ def test_latest_begins_with_what_comes(place: Place, copying: Copying) -> None:
     assert copying.copied == [2]
 
 
+@pytest.mark.slow
 def test_a_minimum_is_waited_for_but_not_for_ever(place: Place, copying: Copying) -> None:
     def rows_of_first_batch(query: StreamingQuery) -> list[int]:
         wait_until(lambda: bool(rows_in(query)), lambda: query.recentProgress)
@@ -118,6 +122,7 @@ def rows_in(query: StreamingQuery) -> list[int]:
     return [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
 
 
+@pytest.mark.slow
 def test_progress_says_how_far_the_query_is_behind(place: Place, copying: Copying) -> None:
     place.publish(*range(6))
     options: dict[str, Any] = {"maxMessagesPerTrigger": 4, "where.step": "[0, 1, 2, 3, 4]"}
@@ -135,6 +140,7 @@ def test_progress_says_how_far_the_query_is_behind(place: Place, copying: Copyin
     assert "@" not in told.payload["sink"]["description"]
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_repeated_after_a_crash_stores_nothing_twice(place: Place, copying: Copying) -> None:
     place.publish(*range(8))
     copying.run(maxMessagesPerTrigger=4)
@@ -145,6 +151,7 @@ def test_a_batch_that_is_repeated_after_a_crash_stores_nothing_twice(place: Plac
     assert sorted(copying.copied) == list(range(8))
 
 
+@pytest.mark.slow
 def test_messages_deleted_within_a_range_are_normal(place: Place, copying: Copying) -> None:
     place.publish(*range(10))
     for sequence in (5, 6):
@@ -153,6 +160,7 @@ def test_messages_deleted_within_a_range_are_normal(place: Place, copying: Copyi
     assert copying.run(maxMessagesPerTrigger=5) == [4, 4]
 
 
+@pytest.mark.slow
 def test_messages_that_are_gone_before_they_were_read_fail_the_query_by_name(place: Place, copying: Copying) -> None:
     place.publish(*range(4))
     copying.run()
@@ -179,6 +187,7 @@ def test_a_stream_that_was_created_again_is_another_one(place: Place, copying: C
     assert sorted(copying.copied) == [0, 1, 2, 10, 11, 12, 13, 14]
 
 
+@pytest.mark.slow
 def test_a_source_that_is_deleted_fails_the_query_by_name(place: Place, copying: Copying) -> None:
     place.publish(*range(3))
     copying.run()
@@ -247,6 +256,7 @@ class TestATargetThatIsDeleted:
         assert sorted(copying.copied) == list(range(3))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_of_one_stream(place: Place, copying: Copying) -> None:
     place.publish(1)
     place.publish(1, event="other")
@@ -256,6 +266,7 @@ def test_a_checkpoint_is_of_one_stream(place: Place, copying: Copying) -> None:
         copying.run(event="other")
 
 
+@pytest.mark.slow
 def test_a_query_outlives_its_server(place: Place, copying: Copying) -> None:
     place.publish(1)
     query = copying.start(trigger={"processingTime": "0 seconds"})
@@ -267,6 +278,7 @@ def test_a_query_outlives_its_server(place: Place, copying: Copying) -> None:
     wait_until(lambda: copying.copied == [1, 2], lambda: (query.exception(), copying.copied))
 
 
+@pytest.mark.slow
 def test_stopping_leaves_no_consumer(place: Place, copying: Copying) -> None:
     place.publish(*range(2000))
     query = copying.start(trigger={"processingTime": "0 seconds"})
@@ -278,6 +290,7 @@ def test_stopping_leaves_no_consumer(place: Place, copying: Copying) -> None:
     assert place.do("consumers", "MARS") == []
 
 
+@pytest.mark.slow
 def test_secrets_are_in_no_plan_no_log_and_no_checkpoint(
     spark: SparkSession, place: Place, copying: Copying, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ class TestAChangedRepeat:
 
         assert copied(place) == [number for number in range(20) if number != 17]
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("in_tens")
     def test_of_a_task_loses_nothing(self, place: Place) -> None:
         def other_rows_at_each_attempt(batches: Iterator[Any]) -> Iterator[Any]:
@@ -152,6 +153,7 @@ class TestAStreamThatIsDeleted:
             writer.commit([first, nothing, second])
         writer.commit([second, nothing])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("denied", ["$JS.API.STREAM.*.KV_aviso_workers_spark__COPY", "$KV.>"])
     def test_is_not_noticed_by_the_next_batch_whose_user_may_not_record_it(
         self, place: Place, caplog: pytest.LogCaptureFixture, denied: str
@@ -173,12 +175,14 @@ class TestAStreamThatIsDeleted:
 
 
 class TestMessageIds:
+    @pytest.mark.slow
     def test_a_row_whose_id_other_content_has_fails_the_write(self, place: Place) -> None:
         five_ids = numbered(place, 10).withColumn("id", F.concat(F.lit("field/"), F.col("step") % 5))
 
         with pytest.raises(PySparkException, match=r"id 'field/\d'.*was not stored.*holds other content"):
             place.write(five_ids, event="copy", msgIdColumn="id")
 
+    @pytest.mark.slow
     def test_the_same_rows_again_are_no_failure_unless_they_are_to_be_one(self, place: Place) -> None:
         rows = numbered(place, 10)
         place.write(rows, event="copy", msgIdColumn="id")
@@ -193,6 +197,7 @@ class TestMessageIds:
 
 
 class TestARowThatIsWrong:
+    @pytest.mark.slow
     def test_is_named(self, place: Place) -> None:
         rows = place.rows(6).withColumn("step", F.when(F.col("step") == 4, F.lit(-1)).otherwise(F.col("step")))
 
@@ -201,6 +206,7 @@ class TestARowThatIsWrong:
         ):
             place.write(rows)
 
+    @pytest.mark.slow
     def test_goes_to_the_dead_letters_once_and_the_others_are_stored(self, spark: SparkSession, place: Place) -> None:
         rows = place.rows(6)
         wrong = rows.withColumn("payload", F.when(F.col("step") % 3 == 1, F.lit(NO_JSON)).otherwise(F.col("payload")))
@@ -215,6 +221,7 @@ class TestARowThatIsWrong:
         assert all("the payload of a row is not JSON" in row["reason"] for row in found)
 
 
+@pytest.mark.slow
 def test_a_batch_of_foreach_batch_is_not_written_to_another_stream_than_those_before(place: Place) -> None:
     def write(number: int) -> None:
         place.write(place.rows(2, first=2 * number), event="copy", queryId="nightly copy", batchId=number)
@@ -230,6 +237,7 @@ def test_a_batch_of_foreach_batch_is_not_written_to_another_stream_than_those_be
     assert copied(place) == list(range(4)), "from the first batch on, as with a new checkpoint"
 
 
+@pytest.mark.slow
 def test_what_foreach_batch_writes_with_the_ids_of_its_batch_is_stored_once_after_a_crash(place: Place) -> None:
     place.publish_numbered(6)
     crashes = [True]

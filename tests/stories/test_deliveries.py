@@ -48,6 +48,7 @@ async def all_done(record: Record, numbers: range) -> None:
         await until(lambda: len(left()) < len(before), what=lambda: f"not done: {sorted(left())}")
 
 
+@pytest.mark.slow
 async def test_what_a_killed_worker_held_is_done_by_another_soon_after_ack_wait(
     run_worker: RunWorker, publish: Publish, record: Record
 ) -> None:
@@ -82,6 +83,7 @@ async def test_what_a_killed_worker_held_is_done_by_another_soon_after_ack_wait(
     assert sum(done.values()) - len(numbers) <= 4
 
 
+@pytest.mark.slow
 async def test_a_deploy_under_load_loses_nothing_and_does_nothing_twice(
     run_worker: RunWorker, publish: Publish, record: Record, server: Server
 ) -> None:
@@ -105,6 +107,7 @@ async def test_a_deploy_under_load_loses_nothing_and_does_nothing_twice(
     assert stopped["returned"] >= 1
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_told_to_stop_finishes_what_runs_in_time_and_gives_back_the_rest(
     run_worker: RunWorker, publish: Publish, record: Record, server: Server
 ) -> None:
@@ -132,6 +135,7 @@ async def test_a_worker_that_is_told_to_stop_finishes_what_runs_in_time_and_give
     await until(lambda: len(record.of("begun")) == 8, what=lambda: record.acts)
 
 
+@pytest.mark.slow
 async def test_a_second_signal_cancels_what_runs_and_gives_it_back(
     run_worker: RunWorker, publish: Publish, record: Record
 ) -> None:
@@ -165,6 +169,7 @@ async def test_a_plain_function_that_does_not_end_holds_up_no_worker(
     assert await worker.ended() == NOT_ENDED
 
 
+@pytest.mark.slow
 async def test_a_poison_notification_is_tried_as_its_policy_says_then_dead_lettered_and_its_neighbours_do_not_notice(
     run_worker: RunWorker, publish: Publish, record: Record, server: Server
 ) -> None:
@@ -191,6 +196,7 @@ async def test_a_poison_notification_is_tried_as_its_policy_says_then_dead_lette
     assert max(act.time for act in record.of("done")) < tries[-1]
 
 
+@pytest.mark.slow
 async def test_a_poison_notification_holds_up_its_own_lane_and_no_other(
     run_worker: RunWorker, publish: Publish, record: Record, server: Server
 ) -> None:
@@ -209,6 +215,7 @@ async def test_a_poison_notification_holds_up_its_own_lane_and_no_other(
     assert [dead_letter.attempts for dead_letter in await dead_letters(server)] == [RETRY.attempts]
 
 
+@pytest.mark.slow
 async def test_a_handler_of_twice_ack_wait_is_called_once(
     run_worker: RunWorker, publish: Publish, record: Record, server: Server
 ) -> None:
@@ -223,6 +230,7 @@ async def test_a_handler_of_twice_ack_wait_is_called_once(
     assert await unfinished(server, "stories__work") == (0, 0)
 
 
+@pytest.mark.slow
 async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_none(
     run_worker: RunWorker, publish: Publish, record: Record, server: Server
 ) -> None:
@@ -243,6 +251,7 @@ async def test_attempts_are_counted_over_restarts_of_the_worker_and_crashes_are_
     assert [dead_letter.attempts for dead_letter in await dead_letters(server)] == [RETRY.attempts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "ended_by", "exit_code"),
     [
@@ -300,6 +309,7 @@ async def test_a_notification_that_ends_its_process_becomes_a_dead_letter_and_no
     assert [await unfinished(server, f"deadly__{agent}") for agent in ("crash", "beside")] == [(0, 0), (0, 0)]
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_dead_letters_are_refused_is_not_ready_and_says_so_once(
     run_worker: RunWorker, publish: Publish, record: Record
 ) -> None:
@@ -319,6 +329,7 @@ async def test_a_worker_whose_dead_letters_are_refused_is_not_ready_and_says_so_
     assert 'aviso_worker_dead_letters_refused{agent="work",app="stories",base="mars"} 1.0' in worker.get("/metrics")
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_threads_are_stuck_is_not_ready_says_so_once_and_stops(
     run_worker: RunWorker, publish: Publish, record: Record
 ) -> None:
@@ -362,6 +373,7 @@ async def test_a_key_with_more_than_a_worker_prefetches_stays_in_order_in_each_w
     assert sum(record.numbers("done").values()) - len(slow) - len(fast) <= 2 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("app", ["app", "lanes"])
 async def test_a_worker_that_was_paused_begins_nothing_that_another_one_has_handled_meanwhile(
     run_worker: RunWorker, publish: Publish, record: Record, app: str

@@ -61,6 +61,7 @@ def test_slice_is_the_schedule_without_what_is_left_out() -> None:
     assert all(made.left_out.values()), made.left_out
 
 
+@pytest.mark.slow
 def test_slice_is_that_of_its_seed() -> None:
     assert make_slice(7) == make_slice(7)
     assert make_slice(7) != make_slice(8)

@@ -38,6 +38,7 @@ async def goes_on(
 
 
 class TestTheServer:
+    @pytest.mark.slow
     @pytest.mark.covers("003-05")
     async def test_that_restarts_is_waited_for(
         self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
@@ -56,6 +57,7 @@ class TestTheServer:
         assert record.numbers("begun") == {1: 1, 2: 1, 3: 1}
         assert not worker.logged("agent.disturbed")
 
+    @pytest.mark.slow
     async def test_that_crashes_is_waited_for(
         self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
     ) -> None:
@@ -68,6 +70,7 @@ class TestTheServer:
 
         await goes_on(worker, publish, record, 2)
 
+    @pytest.mark.slow
     async def test_that_is_gone_for_longer_than_we_may_try_ends_the_worker(
         self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
     ) -> None:
@@ -123,6 +126,7 @@ class TestTheServer:
             guarded.reload('"second"', '"first"')
             await worker.ready()
 
+    @pytest.mark.slow
     async def test_that_comes_back_with_another_password_is_told_as_the_reason(
         self, tmp_path: Path, run_worker: RunWorker
     ) -> None:
@@ -177,6 +181,7 @@ class TestTheServer:
             assert [entry["stream"] for entry in worker.logged("agent.started")].count(STREAM) == 0
             assert record.acts == []
 
+    @pytest.mark.slow
     async def test_that_takes_the_right_to_acknowledge_away_makes_the_worker_unready(
         self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
     ) -> None:
@@ -200,6 +205,7 @@ class TestTheServer:
 
             await worker.unready('permissions violation for publish to "$js.ack.mars.')
 
+    @pytest.mark.slow
     async def test_that_ends_the_connection_with_an_error_is_found_again(
         self, run_worker: RunWorker, publish: Publish, record: Record, proxy: Proxy
     ) -> None:
@@ -212,6 +218,7 @@ class TestTheServer:
         assert "nats: unknown protocol operation" in worker.log
         await goes_on(worker, publish, record, 2)
 
+    @pytest.mark.slow
     async def test_that_cuts_us_off_for_slow_reading_is_found_again(
         self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
     ) -> None:
@@ -234,6 +241,7 @@ class TestTheServer:
             assert worker.logged("connection.down")
             await goes_on(worker, publish, record, 30, url=strict.url)
 
+    @pytest.mark.slow
     async def test_that_is_to_shut_down_is_used_until_it_does_where_there_is_no_other(
         self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
     ) -> None:
@@ -270,6 +278,7 @@ class TestTheConsumer:
         await publish([2])
         await until(lambda: record.of("done", 2), what=lambda: worker.log)
 
+    @pytest.mark.slow
     async def test_whose_stream_is_made_anew_is_made_anew_and_nothing_of_the_new_stream_is_lost(
         self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
     ) -> None:
@@ -291,6 +300,7 @@ class TestTheConsumer:
         await goes_on(other, publish, record, 3)
         await until(lambda: record.of("done", 2), what=lambda: f"{record.acts}")
 
+    @pytest.mark.slow
     async def test_that_limits_requests_is_asked_for_no_more(
         self, run_worker: RunWorker, publish: Publish, record: Record, server: Server
     ) -> None:
@@ -359,6 +369,7 @@ class TestTheLeader:
             leader.kill()
             await goes_on(worker, publish, record, 4, url=urls)
 
+    @pytest.mark.slow
     async def test_that_is_to_shut_down_is_left_at_once_for_another(
         self, tmp_path: Path, run_worker: RunWorker, publish: Publish, record: Record
     ) -> None:

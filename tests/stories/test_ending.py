@@ -184,6 +184,7 @@ def end_of(worker: subprocess.Popen[str], log: Path) -> tuple[int, float]:
         raise AssertionError(f"it is still there: {log.read_text()}") from None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_worker_ends_soon_after_its_drain_timeout(start: Start, tmp_path: Path, form: str) -> None:
     worker = start(form=form, drain=DRAIN_SECONDS)
@@ -222,6 +223,7 @@ def test_a_fleet_replaces_each_process_that_has_to_end(start: Start, tmp_path: P
     end_of(fleet, tmp_path / "log")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["await", "anyio.to_thread", "blocked loop"])
 def test_a_fleet_ends_with_its_processes(start: Start, tmp_path: Path, form: str) -> None:
     fleet = start("--processes", "2", form=form, drain=DRAIN_SECONDS)
@@ -277,6 +279,7 @@ async def use(db: Db) -> None: ...
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", WAITING)
 def test_the_line_says_where_the_author_s_code_waits(start: Start, tmp_path: Path, waits: str) -> None:
     code = UNNAMED.format(code=WAITING[waits])

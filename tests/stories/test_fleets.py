@@ -81,6 +81,7 @@ async def members(url: str) -> dict[str, int]:
     return {each["member"]: each["process"] for each in found if not each["ended"]}
 
 
+@pytest.mark.slow
 async def test_one_signal_drains_all_processes(
     server: Server, run_worker: Callable[..., Worker], publish: Callable[..., Any], record: Record
 ) -> None:
@@ -211,6 +212,7 @@ async def index_{version}(notification: Notification) -> None: ...
 """
 
 
+@pytest.mark.slow
 async def test_a_change_of_the_sources_starts_the_agents_again(
     start: Callable[..., Command], nats_server: Any, write_config: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -139,11 +139,13 @@ class Installation:
         anyio.run(publish)
 
 
+@pytest.mark.slow
 def test_the_smoke_test_holds_in_memory() -> None:
     result = smoke()
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_the_smoke_test_holds_on_the_server_that_init_nats_starts(configured: Installation) -> None:
     for _ in range(2):  # what the first run has published does not disturb the second
         result = smoke(**configured.environ, **EXPECTATIONS)
@@ -160,6 +162,7 @@ def test_one_wrong_expectation_fails_the_smoke_test(configured: Installation) ->
         assert f"expected {wrong}" in result.stdout, name
 
 
+@pytest.mark.slow
 def test_the_smoke_test_changes_no_stream_and_removes_nothing(configured: Installation) -> None:
     configured.publish(200)
     before = configured.states()
@@ -182,6 +185,7 @@ def test_the_smoke_test_does_not_verify_limits_of_its_own(configured: Installati
     assert "POLYGON has max_msgs 1000, expected 500000" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_missing_stream_is_named_and_not_made(server: dict[str, str], tmp_path: Path) -> None:
     installation = Installation(tmp_path / "installation.yaml", f"nats://localhost:{server['NATS_PORT']}")
     installation.configure()
@@ -201,6 +205,7 @@ def test_compression_is_expected_in_any_of_its_spellings(configured: Installatio
     assert codes == {"None": 0, "false": 0, "": 0, "true": 1, "S2": 1}
 
 
+@pytest.mark.slow
 def test_an_empty_variable_counts_as_not_set() -> None:
     names = ("BACKEND", "NATS_URL", "TIMEOUT_SECONDS", "AVISO_WORKERS_CONFIG_FILE", *EXPECTATIONS)
     result = smoke(**dict.fromkeys(names, ""))
@@ -224,6 +229,7 @@ def test_a_variable_that_makes_no_sense_is_named_without_a_traceback(name: str, 
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_verbose_says_what_was_published_and_found() -> None:
     result = smoke("-v")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -300,6 +306,7 @@ def test_a_process_id_that_was_given_to_somebody_else_is_left_alone(environ: dic
             stranger.kill()
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_at_once_is_told_with_its_reason(environ: dict[str, str]) -> None:
     started = run(SCRIPTS / "init_nats.sh", **environ, MAX_STORAGE="plenty")
     assert started.returncode == 1
@@ -320,6 +327,7 @@ def test_without_docker_the_configuration_is_written_and_nothing_started(
     assert not (tmp_path / "nats" / "nats-server.pid").exists()
 
 
+@pytest.mark.slow
 def test_a_watch_from_history_to_live_misses_and_doubles_nothing() -> None:
     result = run(sys.executable, SCRIPTS / "watch_handover.py", "--notifications", "3000", "--rounds", "3")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -59,6 +59,7 @@ async def busy(record: Record, workers: dict[int, Worker], number: int) -> Worke
     return workers[record.of("begun", number)[-1].pid]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_paused_is_followed_in_order_and_completes_nothing_when_it_wakes_up(
     server: Server, record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any]
 ) -> None:
@@ -86,6 +87,7 @@ async def test_a_worker_that_is_paused_is_followed_in_order_and_completes_nothin
     assert [number for number, count in record.numbers("begun").items() if count > 1] == [5]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_paused_while_it_waits_begins_nothing_that_came_for_it_meanwhile(
     record: Record, workers: dict[int, Worker], publish: Callable[..., Any]
 ) -> None:
@@ -105,6 +107,7 @@ async def test_a_worker_that_is_paused_while_it_waits_begins_nothing_that_came_f
     assert paused.pid not in {act.pid for act in begun}
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_killed_is_followed_in_order(
     server: Server, record: Record, workers: dict[int, Worker], publish: Callable[..., Any]
 ) -> None:
@@ -135,6 +138,7 @@ async def test_a_worker_that_is_stopped_hands_over_at_once(
     assert record.numbers("begun").most_common(1)[0][1] == 1
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_cut_off_is_followed_in_order_and_ends_what_it_does(
     server: Server, record: Record, run_worker: Callable[..., Worker], publish: Callable[..., Any]
 ) -> None:
@@ -158,6 +162,7 @@ async def test_a_worker_that_is_cut_off_is_followed_in_order_and_ends_what_it_do
     assert [entry["reason"] for entry in cut_off.logged("notification.retried")] == ["taken_over"]
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_killed_finds_the_order_kept(
     server: Server, record: Record, workers: dict[int, Worker], publish: Callable[..., Any]
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_worker_handles_what_is_published_and_leaves_in_order(
     assert worker.told == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_stop_finishes_what_runs_and_gives_back_what_waits(
     start: Start, config: Path, tmp_path: Path, indexed: Callable[[], list[int]]
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_second_signal_ends_what_does_not_want_to_end(start: Start, config: Pa
     ]
 
 
+@pytest.mark.slow
 def test_a_worker_is_ready_when_it_is_connected_and_reads(
     start: Start, tmp_path: Path, free_port: int, write_config: Callable[..., Path]
 ) -> None:
@@ -239,6 +241,7 @@ async def _with_client(url: str, act: Callable[[Client], Awaitable[Any]]) -> Any
         await client.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back_costs_nothing(
     start: Start,
     tmp_path: Path,
@@ -274,6 +277,7 @@ def hang_up(port: int, times: int) -> None:
             listener.accept()[0].close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_nothing_else_waits_for_its_server_without_end(
     start: Start,
     tmp_path: Path,

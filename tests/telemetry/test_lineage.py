@@ -279,6 +279,7 @@ def ran(file: Path, *hidden: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_where_it_is_off(tmp_path: Path) -> None:
     assert ran(write(tmp_path, "null")) == ["[]"]
 

@@ -630,6 +630,7 @@ def test_without_traces_the_bytes_are_those_of_the_text_format(metrics: Metrics)
     assert metrics.answer(OPEN) == (metrics.render(), "text/plain; version=0.0.4; charset=utf-8")
 
 
+@pytest.mark.slow
 def test_prometheus_stores_the_exemplars(traced: Metrics, tmp_path: Path, free_port: int) -> None:
     """A real one, which asks as it does by default."""
     traced.observe(settled("acked"))
@@ -674,6 +675,7 @@ def test_what_is_shown_is_what_prometheus_own_client_makes_of_it(app: App, metri
     assert metrics.render().decode() == as_prometheus_client_shows_it(metrics.render()).decode()
 
 
+@pytest.mark.slow
 def test_a_scrape_of_many_agents_takes_a_fraction_of_what_prometheus_own_client_needs(app: App) -> None:
     for number in range(100):
 

@@ -120,6 +120,7 @@ def test_connections_that_say_nothing_keep_no_probe_from_its_answer(server: Stat
             connection.close()
 
 
+@pytest.mark.slow
 def test_a_connection_that_says_nothing_is_closed_after_a_while(
     health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:

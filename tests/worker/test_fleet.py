@@ -155,6 +155,7 @@ async def test_a_console_that_hangs_is_killed_and_started_again(
     assert not hanging.forced
 
 
+@pytest.mark.slow
 async def test_a_console_that_hangs_keeps_no_fleet_from_its_end(
     hanging: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

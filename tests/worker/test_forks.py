@@ -79,6 +79,7 @@ def run(start: Start, directory: Path, *, form: str, end: str) -> Command:
     return start("worker", "agents:app", "--config", directory / "config.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("end", ENDS)
 def test_a_forked_child_that_comes_back_ends_and_its_parent_goes_on(

@@ -101,6 +101,7 @@ def start_forking(start: Callable[..., Command], tmp_path: Path) -> Callable[...
     return start_forking
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "handles_signals"),
     [
@@ -124,6 +125,7 @@ def test_a_signal_to_a_forked_child_ends_the_child_and_not_its_worker(
     assert [line["signal"] for line in worker.log if line["event"] == "worker.stopping"] == ["SIGTERM"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ending.TOLD_TO_END)
 def test_each_of_these_signals_drains(start_forking: Callable[..., Command], number: signal.Signals) -> None:
     worker = start_forking("pool")
@@ -152,6 +154,7 @@ from aviso_workers import App
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "program", "ended_with"),
     [

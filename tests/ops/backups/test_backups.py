@@ -56,6 +56,7 @@ def by_another_program(backup: Backup) -> Backup:
     return backups.load(backup.directory)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("001-05", "004-30")
 async def test_a_stream_is_restored_as_it_was(site: Site, original: Original) -> None:
     restored = await backups.restore(site.app.session.admin, original.backup)
@@ -85,6 +86,7 @@ def test_all_of_it_is_read_and_counted(original: Original) -> None:
     assert sum(sizes) == original.backup.size
 
 
+@pytest.mark.slow
 async def test_a_backup_by_the_nats_cli_is_restored(site: Site, original: Original, copied: Backup) -> None:
     theirs = by_another_program(copied)
     assert (theirs.record, backups.verify(theirs)) == (None, backups.verify(original.backup))
@@ -301,6 +303,7 @@ def run_until_killed(config: Path, directory: Path, after_bytes: int, act: str) 
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 async def test_what_a_killed_restore_left_is_marked_and_replaced(
     site: Site, original: Original, nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -320,6 +323,7 @@ async def test_what_a_killed_restore_left_is_marked_and_replaced(
     assert await site.account() == original.account
 
 
+@pytest.mark.slow
 async def test_a_killed_backup_is_no_backup_and_is_swept_away(
     site: Site, nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -351,6 +355,7 @@ async def test_a_full_disk_is_told_and_nothing_is_left(site: Site, tmp_path: Pat
     assert list((tmp_path / "MARS").iterdir()) == []
 
 
+@pytest.mark.slow
 async def test_a_backup_that_breaks_off_is_told_and_nothing_is_left(
     site: Site, nats_server: NatsServer, tmp_path: Path
 ) -> None:
@@ -401,6 +406,7 @@ async def test_a_drill_tells_what_is_not_as_it_was(site: Site, tmp_path: Path) -
     assert drilled.differences[0] == "messages: 2 in the backup, 1 restored"
 
 
+@pytest.mark.slow
 async def test_a_cluster_takes_it_with_other_replicas_and_gives_it_back(original: Original, tmp_path: Path) -> None:
     loaded = load_server(tmp_path / "dev.yaml", "{port: 0, monitoring: {port: 0}}")
     nodes = processes.start(loaded, directory=tmp_path / "servers", nodes=3, detached=False)
@@ -421,6 +427,7 @@ async def test_a_cluster_takes_it_with_other_replicas_and_gives_it_back(original
     assert (contents.sha256, set(contents.consumers)) == (before.sha256, set(before.consumers))
 
 
+@pytest.mark.slow
 async def test_cleansed_of_notifications_it_restores_without_them(
     site: Site, copied: Backup, original: Original
 ) -> None:

@@ -31,6 +31,7 @@ FILLING = b"." * 20_000
 """So that the archive is larger than what a server sends before it waits for the first acknowledgement (8 MiB)."""
 
 
+@pytest.mark.slow
 async def test_a_table_that_is_written_to_keeps_every_key(site: Site, tmp_path: Path) -> None:
     bucket = await site.app.session.backend.key_value("table")
     names = [f"key{number:03d}" for number in range(KEYS)]

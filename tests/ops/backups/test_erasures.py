@@ -111,6 +111,7 @@ def _forget(found: Sequence[Backup], forgotten: Forgotten) -> dict[str, int]:
     return {stream: count for stream, count in removed.items() if count}
 
 
+@pytest.mark.slow
 async def test_by_the_record_of_an_erasure_it_is_gone_from_every_backup(place: Place) -> None:
     await place.fill()
     found = await place.back_up()

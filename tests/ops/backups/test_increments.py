@@ -45,6 +45,7 @@ def numbered(*sequences: int) -> Messages:
     return {sequence: b"%d" % sequence for sequence in sequences}
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_an_increment_and_what_was_before_give_what_is_now(data: st.DataObject) -> None:
     sequences = st.sets(st.integers(1, 30))

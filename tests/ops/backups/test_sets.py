@@ -222,6 +222,7 @@ async def until_ran(ran: list[datetime], count: int) -> None:
             await anyio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_no_tick_that_the_set_knows_is_run_again_and_none_is_skipped(
     site: Site, nats_server: NatsServer, write_config: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -380,6 +381,7 @@ anyio.run(restore)
 """
 
 
+@pytest.mark.slow
 async def test_a_set_is_gone_on_with_after_a_kill(
     site: Site,
     nats_server: NatsServer,

@@ -105,6 +105,7 @@ def maimed(cluster: Cluster, whole: Seen) -> Seen:
     return anyio.run(until_it_shows)
 
 
+@pytest.mark.slow
 def test_a_whole_cluster(whole: Seen) -> None:
     well = ("JS017", "JS041", "JS044", "JS045", "JS049")
     assert {code: whole.state(code) for code in well} == dict.fromkeys(well, State.PASS)
@@ -190,6 +191,7 @@ def test_a_copy_of_a_bucket_is_not_judged_by_the_number_of_its_messages(whole: S
     assert "the number of messages does not say which replica is right" in seen.findings("JS072")["KV_leases"].cure
 
 
+@pytest.mark.slow
 @pytest.mark.covers("004-32")
 def test_one_server_that_was_killed(cluster: Cluster, maimed: Seen) -> None:
     assert maimed.state("JS017") is State.FAIL
@@ -226,6 +228,7 @@ def test_the_consumers_of_a_stream_that_went_down_with_its_server(directory: Pat
     assert (listed.code, listed.err.splitlines()) == (1, lines)
 
 
+@pytest.mark.slow
 def test_an_app_is_not_retired_by_halves(directory: Path, run: Run, maimed: Seen) -> None:
     refused = run("agents", "rm", "fields", "--config", directory / "config.yaml")
     assert (refused.code, "no server answers for ONE" in refused.err) == (1, True)
@@ -238,6 +241,7 @@ def test_the_monitoring_port_of_a_server_that_was_killed_is_not_asked_for(maimed
     assert not any("give --monitor" in found for found in told)
 
 
+@pytest.mark.slow
 def test_two_servers_that_were_killed(cluster: Cluster, maimed: Seen) -> None:
     """What is left may still answer, from what it remembers, or not at all: neither is taken for health."""
     os.kill(cluster.nodes[2].pid, signal.SIGKILL)

@@ -106,6 +106,7 @@ def broken(directory: Path) -> Iterator[Seen]:
         yield judged(anyio.run(gather_broken, loaded, monitor))
 
 
+@pytest.mark.slow
 def test_a_consumer_that_tries_again_at_once(broken: Seen) -> None:
     found = broken.found("JS024")
     assert found["MARS > plain"] == "no backoff: unacknowledged messages are delivered again after 30 s"

@@ -643,6 +643,7 @@ def test_each_state_of_an_agent_has_a_case_or_a_reason() -> None:
     assert states ^ STATES_NOT_RUN.keys() == health.CURES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
 def test_a_cure_cures(url: str, run: Run, start: Start, tmp_path: Path, number: int) -> None:
     case, place = CASES[number], Place(tmp_path, url, f"u{number}", run, start)

@@ -94,6 +94,7 @@ def broken(directory: Path) -> Iterator[Broken]:
         processes.stop(directory)
 
 
+@pytest.mark.slow
 def test_a_read_by_a_replica_that_lost_messages_fails_instead_of_leaving_them_out(broken: Broken) -> None:
     """The servers choose which replica serves a read."""
 
@@ -120,6 +121,7 @@ def test_a_read_by_a_replica_that_lost_messages_fails_instead_of_leaving_them_ou
     assert all(error.startswith(f"{lacks} sequence 1 ") for error in anyio.run(read_until_three_fail))
 
 
+@pytest.mark.slow
 def test_a_replica_that_lost_messages_is_found_and_the_cure_copies_it_anew(broken: Broken) -> None:
     seen = broken.seen()
     assert seen.state("JS072") is State.FAIL
@@ -133,15 +135,18 @@ def test_a_replica_that_lost_messages_is_found_and_the_cure_copies_it_anew(broke
     assert processes.eventually(lambda: broken.seen().state("JS072") is State.PASS, PATIENCE_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_tell_our_account_is_not_taken_for_well(broken: Broken) -> None:
     """By hand."""
     assert judged(structs.replace(broken.seen().facts, looks=None)).state("JS072") is State.SKIP
 
 
+@pytest.mark.slow
 def test_clocks_that_agree(broken: Broken) -> None:
     assert broken.seen().state("JS073") is State.PASS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ahead", "found", "state"),
     [
@@ -157,6 +162,7 @@ def test_a_clock_that_is_wrong(broken: Broken, ahead: tuple[float, ...], found: 
     assert (seen.found("JS073"), seen.state("JS073")) == (found, state)
 
 
+@pytest.mark.slow
 def test_an_answer_that_took_long_is_not_taken_for_a_wrong_clock(broken: Broken) -> None:
     slow = with_clocks(broken.seen().facts, (4, 0, 0), uncertain_seconds=4)
     assert judged(slow).state("JS073") is State.PASS

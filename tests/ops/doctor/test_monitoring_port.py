@@ -52,6 +52,7 @@ for _ in range(30):
 """
 
 
+@pytest.mark.slow
 def test_servers_that_are_looked_at_side_by_side_do_not_crash_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", MANY_AT_ONCE], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -389,6 +389,7 @@ accounts {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retention", ["limits", "workqueue"])
 def test_a_worker_that_cannot_make_its_consumer_is_named(tmp_path: Path, retention: str) -> None:
     """It runs, and may not make it, or the stream is a work queue that another consumer takes everything from."""

@@ -252,6 +252,7 @@ def take_over(cure: str, place: Place, supervisor: Supervisor) -> None:
     supervisor.start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(IN_CLUSTER)), ids=map(str, IN_CLUSTER))
 def test_a_cure_cures_in_a_cluster(cluster: Path, run: Run, start: Start, tmp_path: Path, number: int) -> None:
     nodes = processes.recorded(cluster)

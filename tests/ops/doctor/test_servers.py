@@ -470,6 +470,7 @@ def test_a_monitoring_port_that_does_not_answer(plain: Seen, free_port: int, tmp
     assert any("give --monitor URL" in finding.found for finding in by_default.results["JS043"].findings)
 
 
+@pytest.mark.slow
 def test_monitoring_ports_that_accept_and_say_nothing_are_waited_for_side_by_side(
     plain: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +486,7 @@ def test_monitoring_ports_that_accept_and_say_nothing_are_waited_for_side_by_sid
     assert seen.found("JS044").keys() == set(monitors)
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_server_that_hangs_is_told_of_within_seconds(nats_server: NatsServer, tmp_path: Path) -> None:
     loaded = write(tmp_path / "config.yaml", nats_server.url)
@@ -512,6 +514,7 @@ def test_the_monitoring_port_of_another_server(plain: Seen, tmp_path: Path) -> N
     assert f"is the monitoring port of {other.name}" in seen.found("JS044")[other.url]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_strict(plain: Seen, tmp_path: Path) -> None:
     """As nats-server 2.11 is by default. A server without users lets everybody purge, which JS047 tells."""
     users = "authorization {users: [{user: alice, password: hush}]}\n"

@@ -215,6 +215,7 @@ async def sample(loaded: Config) -> None:
         await add_stream(server, "GIVEN_UP", **{**WHOLE, "subjects": [given_up]})
 
 
+@pytest.mark.slow
 def test_a_cluster_for_production(production: Cluster) -> None:
     seen = production.seen()
     assert {code: [str(each) for each in seen.results[code].findings] for code in seen.wrong} == {}
@@ -225,6 +226,7 @@ def test_a_cluster_for_production(production: Cluster) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_cluster_that_was_broken_in_ten_ways(production: Cluster) -> None:
     before = production.seen()
     anyio.run(break_in_ten_ways, production.loaded)
