@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import difflib
+import inspect
 import os
 import re
 import sys
-from collections.abc import AsyncGenerator, Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Never, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Never, ParamSpec, Self, TypeVar, overload
 
 import anyio
 import msgspec
@@ -70,10 +72,13 @@ __all__ = ["App"]
 
 A = TypeVar("A")
 T = TypeVar("T")
+P = ParamSpec("P")
 S = DefaultTypeVar("S", default=Any)
 R = DefaultTypeVar("R", default=Any)
 D = TypeVar("D", Agent[Any, Any], Timer[Any, Any], Task, Dependency)
 
+_KEPT: ContextVar[tuple[App, Session] | None] = ContextVar("kept", default=None)
+"""The app of a call of `App.sync` and its session, where the app is not connected by `async with app:`."""
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -169,14 +174,21 @@ class App(Router[S]):
         Raises `DeclarationError` outside of `async with app:`, and in another event loop than that of the block, where
         its connection would never answer.
         """
+        if (kept := _KEPT.get()) is not None and kept[0] is self:
+            return kept[1]
         if self._session is None:
             raise DeclarationError(f"app {self.name!r} is not connected: use it inside `async with app:`")
         if event_loops.running_loop() not in (None, self._loop):
             raise DeclarationError(
                 f"app {self.name!r} is connected in another event loop: from this one, "
-                "`await asyncio.to_thread(app.notify_sync, ...)` publishes"
+                "`await asyncio.to_thread(app.sync, app.notify, ...)` publishes"
             )
         return self._session
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            raise event_loops.old_word(self, name)
 
     @property
     def stopping(self) -> bool:
@@ -453,53 +465,45 @@ class App(Router[S]):
         )
         return found
 
-    def notify_sync(
-        self,
-        event_type: str,
-        identifier: Mapping[str, Any],
-        payload: Any = None,
-        *,
-        message_id: str | None = None,
-        ttl: AnyDuration | None = None,
-        deliver_at: datetime | None = None,
-        deliver_after: AnyDuration | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Receipt:
-        """Do what `notify` does, from code without an event loop: a view, a script, a thread.
+    def sync(self, function: Callable[P, Coroutine[Any, Any, T]], *arguments: P.args, **named: P.kwargs) -> T:
+        """Call a coroutine function on the app's event loop from code without one, such as a view, a script, a thread
+        or a plain `def`, and return what it returns: `app.sync(app.notify, "mars", {...})`, `app.sync(table.get, "a")`.
 
-        Any number of threads may call it at the same time.
+        Any number of threads may call it at the same time. `function` may be a coroutine function of your own.
 
-        Where the app is connected in this process, it publishes over that connection. Else the first call connects, on
-        an event loop in a thread of its own, and the connection is kept until the interpreter ends, which waits for
-        what is under way. A process that is forked connects by itself.
+        Where the app is connected in this process, it uses that connection. Else the first call connects, on an event
+        loop in a thread of its own, and the connection is kept until the interpreter ends, which waits for what is
+        under way. A process that is forked connects by itself. Tables and counters need an app that is connected.
 
-        Raises as `notify` does, also where no connection can be made; `ConfigError`; `DeclarationError` where an event
-        loop runs in this thread, which waiting would stop.
+        Raises as the function does, also where no connection can be made; `ConfigError`; `DeclarationError` where an
+        event loop runs in this thread, which waiting would stop, and for a function that returns nothing to await.
         """
+        name = getattr(function, "__qualname__", repr(function))
         if (running := event_loops.running_loop()) is not None:
-            instead = "app.notify(...)" if self._loop in (None, running) else "asyncio.to_thread(app.notify_sync, ...)"
-            raise DeclarationError(f"notify_sync would stop the event loop that runs here: `await {instead}` instead")
+            instead = f"{name}(...)" if self._loop in (None, running) else f"asyncio.to_thread(app.sync, {name}, ...)"
+            raise DeclarationError(f"app.sync would stop the event loop that runs here: `await {instead}` instead")
+
+        async def called() -> T:
+            made = function(*arguments, **named)
+            if not inspect.isawaitable(made):
+                raise DeclarationError(f"app.sync takes a coroutine function such as app.notify, found {name}")
+            return await made
+
+        session, ours = self._session, self._portal
+        if session is not None and ours is not None and ours[1] == os.getpid():
+            return event_loops.call(ours[0], called)
         from aviso_workers.sessions import portal  # only here: most workers need none
 
-        wanted = Notify(
-            event_type,
-            identifier,
-            payload,
-            message_id=message_id,
-            ttl=ttl,
-            deliver_at=deliver_at,
-            deliver_after=deliver_after,
-            headers=headers,
-        )
-        config, opening, session, ours = self.config, self._opening, self._session, self._portal
-        if session is not None and ours is not None and ours[1] == os.getpid():
-            return event_loops.call(ours[0], session.publisher.notify, wanted)
-        kept = portal.of_process()
+        config, opening, kept = self.config, self._opening, portal.of_process()
         session = kept.session(
             (self, id(config)), lambda: open_session(app=self.name, config=config, events=Events(), opening=opening)
         )
         session.publisher.outgoings = self._outgoings
-        return event_loops.call(kept.blocking, session.publisher.notify, wanted)
+        before = _KEPT.set((self, session))
+        try:
+            return event_loops.call(kept.blocking, called)
+        finally:
+            _KEPT.reset(before)
 
     @event_loops.awaited
     async def cancel(self, event_type: str, message_id: str) -> bool:

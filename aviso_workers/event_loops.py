@@ -1,14 +1,14 @@
 """Calls between threads and event loops: a method that has to be awaited is refused where nothing can await it, and a
 thread without an event loop calls it on another thread's.
 
-`App`, its tables and its counters use it: each method that is awaited has a form for a plain `def`, such as
-`notify_sync` of `notify`.
+`App`, its tables and its counters use it. A plain `def` calls what has to be awaited by `App.sync`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar, cast
@@ -40,8 +40,9 @@ def awaited(method: M) -> M:
     @functools.wraps(method)
     def checked(self: object, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any] | AsyncGenerator[Any, None]:
         if running_loop() is None:
-            name = method.__name__
-            cure = f"call {name}_sync" if hasattr(self, f"{name}_sync") else "make it `async def`, and await this"
+            cure = "make it `async def`, and loop over this there"
+            if inspect.iscoroutinefunction(method):
+                cure = f"call it by `app.sync(....{method.__name__}, ...)`, or make it `async def`, and await this"
             raise DeclarationError(
                 f"{method.__qualname__} has to be awaited in the event loop of the app, and none runs in this thread, "
                 f"as in a plain `def`: {cure}"
@@ -51,10 +52,12 @@ def awaited(method: M) -> M:
     return cast(M, checked)
 
 
-def refuse_blocking(what: str, instead: str) -> None:
-    """Raise `DeclarationError` where an event loop runs in this thread, which a call that blocks would stop."""
-    if running_loop() is not None:
-        raise DeclarationError(f"{what} would stop the event loop that runs here: `await {instead}` instead")
+def old_word(owner: object, name: str) -> AttributeError:
+    """Return the error for an attribute that is not there; it says what replaces the forms for a plain `def`."""
+    kind = type(owner).__name__
+    if name.endswith("_sync") and hasattr(type(owner), name.removesuffix("_sync")):
+        return AttributeError(f"{kind}.{name} is gone: say app.sync(....{name.removesuffix('_sync')}, ...)")
+    return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
 
 
 def call(portal: BlockingPortal, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:

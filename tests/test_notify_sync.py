@@ -44,11 +44,11 @@ def publish(first):
     for step in range(first, first + 50):
         if step == first + 25:
             halfway.wait()
-        app.notify_sync("mars", {"class": "od", "step": step})
+        app.sync(app.notify, "mars", {"class": "od", "step": step})
 
 def publish_in_child(first):
     for step in range(first, first + 25):
-        assert not app.notify_sync("mars", {"class": "od", "step": step}).duplicate
+        assert not app.sync(app.notify, "mars", {"class": "od", "step": step}).duplicate
 
 with ThreadPoolExecutor(4) as threads:
     running = [threads.submit(publish, 100 * number) for number in range(4)]
@@ -65,11 +65,11 @@ with ThreadPoolExecutor(4) as threads:
         child.join()
     assert [child.exitcode for child in children] == [0, 0, 0]
 pid = os.fork()
-app.notify_sync("mars", {"class": "od", "step": 900 if pid else 901})
+app.sync(app.notify, "mars", {"class": "od", "step": 900 if pid else 901})
 if not pid:
     sys.exit(7)  # with all that an interpreter does at its end
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-app.notify_sync("mars", {"class": "od", "step": 902})
+app.sync(app.notify, "mars", {"class": "od", "step": 902})
 """
 
 FORKING_WHILE_CONNECTED = """
@@ -81,7 +81,7 @@ warnings.simplefilter("ignore", DeprecationWarning)
 app = App("sync", config=sys.argv[1])
 
 def publish(step):
-    app.notify_sync("mars", {"class": "od", "step": step})
+    app.sync(app.notify, "mars", {"class": "od", "step": step})
 
 def fork():
     child = multiprocessing.get_context("fork").Process(target=publish, args=(2,))
@@ -103,7 +103,7 @@ import sys
 from aviso_workers import App
 
 app = App("sync", config=sys.argv[1])
-print(app.notify_sync("mars", {"class": "od", "step": 1}).sequence)
+print(app.sync(app.notify, "mars", {"class": "od", "step": 1}).sequence)
 """
 
 ENDING_IN_AN_ERROR = ENDING + "raise SystemExit(3)"
@@ -137,7 +137,7 @@ def until_refused(opened: Portal) -> None:
 @pytest.mark.slow
 def test_many_threads_publish_at_once_over_one_connection(app: App, nats_server: NatsServer) -> None:
     def publish(thread: int) -> list[Receipt]:
-        return [app.notify_sync("mars", {"class": f"c{thread}", "step": step}) for step in range(CALLS)]
+        return [app.sync(app.notify, "mars", {"class": f"c{thread}", "step": step}) for step in range(CALLS)]
 
     with ThreadPoolExecutor(THREADS) as threads:
         receipts = [receipt for each in threads.map(publish, range(THREADS)) for receipt in each]
@@ -148,9 +148,9 @@ def test_many_threads_publish_at_once_over_one_connection(app: App, nats_server:
 
 
 def test_a_message_id_is_stored_once_and_what_is_given_is_what_notify_takes(app: App) -> None:
-    first = app.notify_sync("mars", {"class": "od", "step": 1}, {"n": 1}, message_id="one", headers={"A": "b"})
-    second = app.notify_sync("mars", {"class": "od", "step": 2}, message_id="one")
-    later = app.notify_sync("mars", {"class": "od", "step": 3}, deliver_after=3600, message_id="later")
+    first = app.sync(app.notify, "mars", {"class": "od", "step": 1}, {"n": 1}, message_id="one", headers={"A": "b"})
+    second = app.sync(app.notify, "mars", {"class": "od", "step": 2}, message_id="one")
+    later = app.sync(app.notify, "mars", {"class": "od", "step": 3}, deliver_after=3600, message_id="later")
     assert (second.sequence, second.duplicate) == (first.sequence, True)
     assert later.message_id == "later"
     assert stored(app) == [1]
@@ -158,9 +158,9 @@ def test_a_message_id_is_stored_once_and_what_is_given_is_what_notify_takes(app:
 
 def test_errors_arrive_as_themselves(app: App, tmp_path: Path) -> None:
     with pytest.raises(InvalidIdentifierError, match="'step' is missing"):
-        app.notify_sync("mars", {"class": "od"})
+        app.sync(app.notify, "mars", {"class": "od"})
     with pytest.raises(ConfigError, match="is not a file"):
-        App("sync", config=tmp_path / "none.yaml").notify_sync("mars", {"class": "od", "step": 1})
+        App("sync", config=tmp_path / "none.yaml").sync(app.notify, "mars", {"class": "od", "step": 1})
 
 
 def test_a_server_that_is_gone_is_told_to_all_who_wait_and_found_again(
@@ -173,7 +173,7 @@ def test_a_server_that_is_gone_is_told_to_all_who_wait_and_found_again(
 
     def publish(step: int) -> str:
         try:
-            return str(app.notify_sync("mars", {"class": "od", "step": step}).sequence)
+            return str(app.sync(app.notify, "mars", {"class": "od", "step": step}).sequence)
         except (OutcomeUnknownError, UnavailableError) as error:  # unknown where the server went during a request
             return str(error).partition(":")[0]
 
@@ -190,9 +190,9 @@ def test_a_server_that_is_gone_is_told_to_all_who_wait_and_found_again(
 async def test_inside_of_an_event_loop_it_says_what_to_write_instead(app: App) -> None:
     with pytest.raises(
         DeclarationError,
-        match=r"^notify_sync would stop the event loop that runs here: `await app.notify\(...\)` instead$",
+        match=r"^app.sync would stop the event loop that runs here: `await App.notify\(...\)` instead$",
     ):
-        app.notify_sync("mars", {"class": "od", "step": 1})
+        app.sync(app.notify, "mars", {"class": "od", "step": 1})
 
 
 @pytest.mark.slow
@@ -243,12 +243,12 @@ async def test_where_the_app_is_connected_it_publishes_over_that_connection(tmp_
 
     @app.agent("mars", where={"class": "od"})
     def index(notification: Notification[Any]) -> None:  # in a thread
-        app.notify_sync("mars", {"class": "rd", "step": notification.identifier["step"]})
+        app.sync(app.notify, "mars", {"class": "rd", "step": notification.identifier["step"]})
 
     async with harness(app) as t:
         await t.notify("mars", {"class": "od", "step": 1})
         await t.settle()
         assert [one.identifier["class"] for one in t.published] == ["od", "rd"]
-        await anyio.to_thread.run_sync(app.notify_sync, "mars", {"class": "od", "step": 2})
+        await anyio.to_thread.run_sync(app.sync, app.notify, "mars", {"class": "od", "step": 2})
         await t.settle()
         assert t.outcomes(index) == ["acked", "acked"]

@@ -267,7 +267,7 @@ class TestTheBlock:
         def in_another_loop() -> list[str]:
             async def publish() -> list[str]:
                 said = []
-                for call in (lambda: app.session, lambda: app.notify_sync("mars", {"class": "od", "step": 1})):
+                for call in (lambda: app.session, lambda: app.sync(app.notify, "mars", {"class": "od", "step": 1})):
                     with pytest.raises(DeclarationError) as found:
                         call()
                     said.append(str(found.value))
@@ -279,7 +279,7 @@ class TestTheBlock:
             async with app.running():
                 elsewhere, waiting = await anyio.to_thread.run_sync(in_another_loop)
         assert elsewhere.startswith("app 'embedded' is connected in another event loop: ")
-        assert waiting.endswith("`await asyncio.to_thread(app.notify_sync, ...)` instead")
+        assert waiting.endswith("`await asyncio.to_thread(app.sync, App.notify, ...)` instead")
 
     async def test_may_be_entered_again_and_not_twice_at_once(self, app: App, work: Work) -> None:
         work.go.set()

@@ -989,7 +989,7 @@ class TestTimersAndTables:
             assert await names.get("od") == "operational"
             await t.advance(2.5)
             assert await names.get("od") is None
-            assert [item async for item in names.items()] == []
+            assert await names.items() == {}
 
 
 async def test_a_dead_letter_whose_first_acknowledgement_was_lost_is_listed_once(

@@ -686,7 +686,7 @@ class Router(Generic[S]):
         """Declare a function that sees each notification that the app is about to publish, and may change it.
 
         It is given the `Notify` and returns another one, or None where it stays as it is. It is called for what
-        `App.notify`, `notify_sync`, `notify_many` and `notify_together` are given, and what agents return or yield,
+        `App.notify`, `notify_many` and `notify_together` are given, and what agents return or yield,
         before anything of it is checked. If there are several, each is given what the one before has made, in the order
         of their declarations; those of a router hold for all of the app. It runs on the event loop, which it must not
         block. If it raises, `InvalidNotificationError` says so, and nothing is sent. Raises `DeclarationError`.

@@ -29,7 +29,7 @@ IN_SEVERAL = (Notify, Receipt, BaseException)
 NO_SEVERAL = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that are not taken for several notifications: these have no order, or are a payload."""
 CURE = "return a Notify, several in a list, or None"
-PUBLISHING = ("notify", "notify_sync", "request")
+PUBLISHING = ("notify", "request")
 """Methods of an app that publish, and take an event type first."""
 UNIONS = (Union, types.UnionType)
 
@@ -131,7 +131,7 @@ def named_event_types(function: Callable[..., Any], *, methods: Collection[str] 
         return set()  # such as a function that was made at run time
     names = {name for name, found in getattr(function, "__globals__", {}).items() if found is Notify}
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    named = (_first(call) for call in calls if _is_one(call.func, names, methods))
+    named = (_event_type(call, names, methods) for call in calls)
     return {each.value for each in named if isinstance(each, ast.Constant) and isinstance(each.value, str)}
 
 
@@ -140,14 +140,17 @@ def _spelled(annotation: Any) -> str:
     return annotation.__name__ if is_plain else str(annotation).replace("typing.", "")
 
 
-def _is_one(called: ast.expr, names: Collection[str], methods: Collection[str]) -> bool:
-    is_function = isinstance(called, ast.Name) and called.id in names
-    return is_function or (isinstance(called, ast.Attribute) and called.attr in methods)
-
-
-def _first(call: ast.Call) -> ast.expr | None:
-    if call.args:
-        return call.args[0]
+def _event_type(call: ast.Call, names: Collection[str], methods: Collection[str]) -> ast.expr | None:
+    """Return what stands for the event type in a call of such a function or method, also by `app.sync`."""
+    called, arguments = call.func, call.args
+    if isinstance(called, ast.Attribute) and called.attr == "sync" and arguments:
+        called, *arguments = arguments
+    if isinstance(called, ast.Name):
+        is_meant = called.id in names
+    else:
+        is_meant = isinstance(called, ast.Attribute) and called.attr in methods
+    if not is_meant or arguments:
+        return arguments[0] if is_meant else None
     return next((each.value for each in call.keywords if each.arg == "event_type"), None)
 
 

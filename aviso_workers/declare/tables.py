@@ -11,18 +11,16 @@ import builtins
 import inspect
 import os
 import random
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
 from contextvars import ContextVar
 from datetime import datetime
 from enum import Enum
-from functools import partial
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
-from anyio.from_thread import BlockingPortal
 from msgspec import Struct
 
 from aviso_workers import event_loops
@@ -40,7 +38,6 @@ from aviso_workers.errors import (
 from aviso_workers.jetstream.key_value import Entry, KeyValue, decode_key, encode_key
 
 T = TypeVar("T")
-R = TypeVar("R")
 C = TypeVar("C")
 
 PROCESS: ContextVar[object] = ContextVar("process", default=None)
@@ -90,10 +87,9 @@ class Applied(Protocol):
 
 
 class _Connected(NamedTuple, Generic[C]):
-    """The connection of a table or counter in one app, and its event loop."""
+    """The connection of a table or counter in one app, its event loop and process."""
 
     to: C
-    portal: BlockingPortal
     loop: asyncio.AbstractEventLoop
     process: int
 
@@ -106,10 +102,10 @@ class _Connections(Generic[C]):
         self._what = f"{kind} {name!r}"
         self._connected: dict[object, _Connected[C]] = {}
 
-    def add(self, to: C, portal: BlockingPortal) -> None:
+    def add(self, to: C) -> None:
         if PROCESS.get() in self._connected:
             raise DeclarationError(f"{self._what} is in use by another app of this process")
-        self._connected[PROCESS.get()] = _Connected(to, portal, asyncio.get_running_loop(), os.getpid())
+        self._connected[PROCESS.get()] = _Connected(to, asyncio.get_running_loop(), os.getpid())
 
     def remove(self) -> None:
         self._connected.pop(PROCESS.get(), None)
@@ -117,30 +113,20 @@ class _Connections(Generic[C]):
     @property
     def here(self) -> C:
         """Return the connection. Raises `DeclarationError` where there is none, or in another event loop, to which no
-        answer would come.
+        answer would come; `UnavailableError` in a process that was forked from the one that is connected.
         """
-        connected = self._here()
-        if event_loops.running_loop() not in (None, connected.loop):
-            raise DeclarationError(
-                f"{self._what} is connected in another event loop: from this one, call its methods whose names end in "
-                "_sync, as in `await asyncio.to_thread(table.get_sync, key)`"
-            )
-        return connected.to
-
-    def wait(self, method: Callable[..., Coroutine[Any, Any, R]], *arguments: Any, **named: Any) -> R:
-        """Run the method on the loop from a thread without one, and return what it returns."""
-        event_loops.refuse_blocking(f"{method.__name__}_sync", f"{self._kind}.{method.__name__}(...)")
-        connected = self._here()
-        if os.getpid() != connected.process:
-            raise UnavailableError(f"{self._what} is connected in the process that this one was forked from")
-        return event_loops.call(connected.portal, partial(method, *arguments, **named))
-
-    def _here(self) -> _Connected[C]:
         if (connected := self._connected.get(PROCESS.get())) is None:
             raise DeclarationError(
                 f"{self._what} is not connected: declare it before `async with app:`, and use it inside"
             )
-        return connected
+        if event_loops.running_loop() is not connected.loop:
+            if os.getpid() != connected.process:
+                raise UnavailableError(f"{self._what} is connected in the process that this one was forked from")
+            raise DeclarationError(
+                f"{self._what} is connected in another event loop: from this one, call its methods by `app.sync`, as "
+                f"in `await asyncio.to_thread(app.sync, {self._kind}.get, key)`"
+            )
+        return connected.to
 
 
 class _Bucket(NamedTuple):
@@ -155,7 +141,7 @@ class _Bucket(NamedTuple):
 class Table(Generic[T]):
     """Values of one type by key, for use inside `async with app:`; see `Router.table`.
 
-    A plain `def`, which runs in a thread, calls the methods whose names end in `_sync`. They do the same and wait.
+    A plain `def`, which runs in a thread, calls the methods by `App.sync`.
 
     Every method raises `InvalidKeyError` if the key is not a text, is empty or too long, `BackendError` if the server
     cannot be reached within `publish_deadline_seconds`, and `DeclarationError` where the table is not connected, or a
@@ -318,11 +304,10 @@ class Table(Generic[T]):
         await self._bucket.delete(encode_key(key))
 
     @event_loops.awaited
-    async def items(self) -> AsyncGenerator[tuple[str, T], None]:
-        """Yield all keys with their values, those that changed last at the end."""
-        for entry in await self._bucket.entries():
-            if not entry.key.startswith(PAGES):
-                yield decode_key(entry.key), self._value(entry)
+    async def items(self) -> dict[str, T]:
+        """Return all keys with their values, those that changed last at the end."""
+        entries = await self._bucket.entries()
+        return {decode_key(entry.key): self._value(entry) for entry in entries if not entry.key.startswith(PAGES)}
 
     @event_loops.awaited
     async def history(self, key: str) -> list[Change[T]]:
@@ -341,70 +326,17 @@ class Table(Generic[T]):
                 if not entry.key.startswith(PAGES):
                     yield self._change(entry)
 
-    def get_sync(self, key: str) -> T:
-        """Do what `get` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        return self._connections.wait(self.get, key)
-
-    def put_sync(self, key: str, value: T, *, ttl: AnyDuration | None = None) -> None:
-        """Do what `put` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        self._connections.wait(self.put, key, value, ttl=ttl)
-
-    @overload
-    def update_sync(
-        self,
-        key: str,
-        change: Callable[[T], T],
-        *,
-        once: Notification[Any] | None = None,
-        ttl: AnyDuration | None = None,
-    ) -> T: ...
-
-    @overload
-    def update_sync(
-        self,
-        key: str,
-        change: Callable[[T], T | D],
-        *,
-        once: Notification[Any] | None = None,
-        ttl: AnyDuration | None = None,
-    ) -> T | D: ...
-
-    def update_sync(
-        self,
-        key: str,
-        change: Callable[[T], Any],
-        *,
-        once: Notification[Any] | None = None,
-        ttl: AnyDuration | None = None,
-    ) -> Any:
-        """Do what `update` does, from a thread without an event loop; `change` is called on the event loop.
-
-        Raises `DeclarationError` where an event loop runs in this thread.
-        """
-        return self._connections.wait(self.update, key, change, once=once, ttl=ttl)
-
-    def delete_sync(self, key: str) -> None:
-        """Do what `delete` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        self._connections.wait(self.delete, key)
-
-    def items_sync(self) -> list[tuple[str, T]]:
-        """Return what `items` yields, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-
-        async def items() -> list[tuple[str, T]]:
-            return [each async for each in self.items()]
-
-        return self._connections.wait(items)
-
-    def history_sync(self, key: str) -> list[Change[T]]:
-        """Do what `history` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        return self._connections.wait(self.history, key)
-
-    def connect(self, bucket: KeyValue, applied: Applied, portal: BlockingPortal) -> None:
+    def connect(self, bucket: KeyValue, applied: Applied) -> None:
         """Connect the table, as the app does. Raises `DeclarationError` if another app uses the table."""
-        self._connections.add(_Bucket(bucket, applied, WeakValueDictionary()), portal)
+        self._connections.add(_Bucket(bucket, applied, WeakValueDictionary()))
 
     def disconnect(self) -> None:
         self._connections.remove()
+
+    if not TYPE_CHECKING:  # else every mistyped name would be right for a checker
+
+        def __getattr__(self, name):
+            raise event_loops.old_word(self, name)
 
     def __repr__(self) -> str:
         return f"<Table {self.name}>"
@@ -473,7 +405,7 @@ class Counter:
     """Whole numbers by key, which the server adds up, for use inside `async with app:`; see `Router.counter`.
 
     Nothing is read before it is written, so that workers do not conflict. Every method raises as those of a `Table` do,
-    and `RefusedError` if the server is older than 2.12. A plain `def` calls the methods whose names end in `_sync`.
+    and `RefusedError` if the server is older than 2.12. A plain `def` calls the methods by `App.sync`.
     """
 
     def __init__(self, name: str) -> None:
@@ -501,24 +433,17 @@ class Counter:
         """Return the numbers of all keys."""
         return {decode_key(key): total for key, total in (await self._connections.here.all()).items()}
 
-    def add_sync(self, key: str, amount: int = 1, *, message_id: str | None = None) -> int:
-        """Do what `add` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        return self._connections.wait(self.add, key, amount, message_id=message_id)
-
-    def get_sync(self, key: str) -> int:
-        """Do what `get` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        return self._connections.wait(self.get, key)
-
-    def items_sync(self) -> dict[str, int]:
-        """Do what `items` does, from a thread without an event loop. Raises `DeclarationError` where one runs."""
-        return self._connections.wait(self.items)
-
-    def connect(self, store: CounterStore, portal: BlockingPortal) -> None:
+    def connect(self, store: CounterStore) -> None:
         """Connect the counter, as the app does. Raises `DeclarationError` if another app uses the counter."""
-        self._connections.add(store, portal)
+        self._connections.add(store)
 
     def disconnect(self) -> None:
         self._connections.remove()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            raise event_loops.old_word(self, name)
 
     def __repr__(self) -> str:
         return f"<Counter {self.name}>"

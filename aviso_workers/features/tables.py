@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
-from anyio.from_thread import BlockingPortal
 from msgspec import Struct
 
 from aviso_workers.aviso.codec import read_json, read_number
@@ -158,13 +157,10 @@ class Tables(Struct, eq=False, dict=True):
     def __post_init__(self) -> None:
         self._connected: list[Table[Any] | Counter] = []
         self._keeping: TaskGroup
-        self._portal: BlockingPortal
 
     async def __aenter__(self) -> Tables:
         self._keeping = anyio.create_task_group()
         await self._keeping.__aenter__()
-        self._portal = BlockingPortal()
-        await self._portal.__aenter__()
         try:
             for name, table in self.tables.items():
                 self._connect(name, table)
@@ -177,14 +173,11 @@ class Tables(Struct, eq=False, dict=True):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            await self._portal.__aexit__(None, None, None)  # waits for the calls of threads that are under way
-        finally:
-            while self._connected:
-                self._connected.pop().disconnect()
-            # The body's own exception is not the caches' business: it must leave as it is, not in a group.
-            self._keeping.cancel_scope.cancel()
-            await self._keeping.__aexit__(None, None, None)
+        while self._connected:
+            self._connected.pop().disconnect()
+        # The body's own exception is not the caches' business: it must leave as it is, not in a group.
+        self._keeping.cancel_scope.cancel()
+        await self._keeping.__aexit__(None, None, None)
 
     def _connect(self, name: str, table: Table[Any] | Counter) -> None:
         patience = self.config.notification_backend.jetstream.publish_deadline_seconds
@@ -192,10 +185,7 @@ class Tables(Struct, eq=False, dict=True):
             self.backend.connection.require_server(2, 12, to=f"keep the counter {name!r}")
             spec = table_records.counters_spec(self.app, self.config)
             prefix = f"{COUNTERS_SUBJECT}.{self.app}.{name}."
-            table.connect(
-                Counters(self.backend, spec, self.own_streams, prefix=prefix, patience_seconds=patience),
-                self._portal,
-            )
+            table.connect(Counters(self.backend, spec, self.own_streams, prefix=prefix, patience_seconds=patience))
             return
         kind = CachedKeyValue if table.cached else RetryingKeyValue
         bucket = kind(
@@ -204,7 +194,7 @@ class Tables(Struct, eq=False, dict=True):
             history=table.keeps_history,
             patience_seconds=patience,
         )
-        table.connect(bucket, AppliedNotifications(bucket, self.backend, table=name), self._portal)
+        table.connect(bucket, AppliedNotifications(bucket, self.backend, table=name))
         if table.keeps_history > 1:
             self._keeping.start_soon(self._raise_history, bucket.name, table.keeps_history)
         if isinstance(bucket, CachedKeyValue):

@@ -1,4 +1,4 @@
-"""An event loop for callers that have none: `App.notify_sync` in threads, views and scripts.
+"""An event loop for callers that have none: `App.sync` in threads, views and scripts.
 
 One thread of the process runs it, from the first call until the interpreter ends; there is a session on it for each app
 that calls, opened at its first call and again after its connection was lost for good. A process that is forked has none

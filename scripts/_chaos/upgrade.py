@@ -239,7 +239,7 @@ async def _settled(app: App, ledger: Ledger, numbers: Table[int | None], *, late
             int(dead_letter.original.subject.rpartition(".")[2])
             async for dead_letter in StoredDeadLetters(app.session.admin, events=app.events).select(Selection(app=APP))
         }
-        kept = {int(key) async for key, _ in numbers.items()}
+        kept = {int(key) for key in await numbers.items()}
         done = ledger.stored - doomed <= ledger.handled.keys() and doomed <= dead_letters and ledger.stored <= kept
         if done and ledger.stored <= ledger.in_windows.keys() and len(ledger.later) == later:
             break

@@ -39,7 +39,7 @@ async def test_whatever_publishes_what_is_stored_is_what_it_returned(app: App, u
 
     @app.agent("mars")
     def derive_in_a_thread(notification: Notification[Any]) -> list[Notify]:
-        app.notify_sync("plain", {"a": "sync", "b": "x"})
+        app.sync(app.notify, "plain", {"a": "sync", "b": "x"})
         return [plain("returned")]
 
     @app.agent("mars", name="refuse")
@@ -128,7 +128,7 @@ async def test_one_that_raises_refuses_the_notification(app: App, url: str | Non
         with pytest.raises(InvalidNotificationError, match=complaint):
             await app.notify_together([plain(0)])
         with pytest.raises(InvalidNotificationError, match=complaint):
-            await asyncio.to_thread(app.notify_sync, "plain", {"a": 0, "b": "x"})
+            await asyncio.to_thread(app.sync, app.notify, "plain", {"a": 0, "b": "x"})
         with pytest.raises(InvalidNotificationError, match=complaint):
             app.check(plain(0))
         with pytest.raises(InvalidNotificationError, match="must be a Notify"):
@@ -142,7 +142,7 @@ async def test_it_is_asked_where_the_app_is_not_connected(app: App, url: str | N
         raise ValueError("no id")
 
     with pytest.raises(InvalidNotificationError, match="raised ValueError: no id"):
-        await asyncio.to_thread(app.notify_sync, "plain", {"a": 0, "b": "x"})
+        await asyncio.to_thread(app.sync, app.notify, "plain", {"a": 0, "b": "x"})
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -27,24 +27,24 @@ async def test_a_plain_function_reads_and_writes(app: App, url: str | None) -> N
 
     @app.agent("mars", retry=RetryPolicy(attempts=1))
     def index(notification: Notification[Any]) -> None:
-        counts.put_sync("od", 1)
-        found.append(counts.update_sync("od", lambda count: count + 1))
-        found.append(counts.get_sync("od"))
-        found.append([change.value for change in counts.history_sync("od")])
-        counts.put_sync("rd", 7)
-        found.append(counts.items_sync())
-        counts.delete_sync("rd")
-        found.append(counts.update_sync("od", lambda _: DELETE))
-        found.append(counts.items_sync())
-        found.append(volume.add_sync("od", 3))
-        found.append(volume.get_sync("od"))
-        found.append(volume.items_sync())
+        app.sync(counts.put, "od", 1)
+        found.append(app.sync(counts.update, "od", lambda count: count + 1))
+        found.append(app.sync(counts.get, "od"))
+        found.append([change.value for change in app.sync(counts.history, "od")])
+        app.sync(counts.put, "rd", 7)
+        found.append(app.sync(counts.items))
+        app.sync(counts.delete, "rd")
+        found.append(app.sync(counts.update, "od", lambda _: DELETE))
+        found.append(app.sync(counts.items))
+        found.append(app.sync(volume.add, "od", 3))
+        found.append(app.sync(volume.get, "od"))
+        found.append(app.sync(volume.items))
 
     async with harness(app, server=url) as t:
         await t.notify("mars", mars(), {})
         await t.settle()
         assert t.outcomes(index) == ["acked"]
-        assert found == [2, 2, [1, 2], [("od", 2), ("rd", 7)], DELETE, [], 3, 3, {"od": 3}]
+        assert found == [2, 2, [1, 2], {"od": 2, "rd": 7}, DELETE, {}, 3, 3, {"od": 3}]
 
 
 async def test_an_update_from_a_thread_may_expire(app: App, url: str | None) -> None:
@@ -52,9 +52,9 @@ async def test_an_update_from_a_thread_may_expire(app: App, url: str | None) -> 
 
     @app.agent("mars", retry=RetryPolicy(attempts=1))
     def index(notification: Notification[Any]) -> None:
-        counts.put_sync("od", 1, ttl="1h")
-        counts.update_sync("od", lambda count: count + 1, ttl=1)
-        counts.update_sync("rd", lambda count: count + 1, once=notification, ttl="1h")
+        app.sync(counts.put, "od", 1, ttl="1h")
+        app.sync(counts.update, "od", lambda count: count + 1, ttl=1)
+        app.sync(counts.update, "rd", lambda count: count + 1, once=notification, ttl="1h")
 
     async with harness(app, server=url) as t:
         await t.notify("mars", mars(), {})
@@ -72,7 +72,7 @@ async def test_once_counts_once_from_a_thread(app: App, url: str | None) -> None
 
     @app.agent("mars", retry=PROMPT)
     def index(notification: Notification[Any]) -> None:
-        counts.update_sync("od", lambda count: count + 1, once=notification)
+        app.sync(counts.update, "od", lambda count: count + 1, once=notification)
         tries.append(1)
         if len(tries) < 3:
             raise ConnectionError
@@ -133,17 +133,17 @@ async def test_a_loop_over_items_in_a_plain_function_is_told_what_waits(app: App
         await t.notify("mars", mars(), {})
         await t.settle()
         (dead_letter,) = t.dead_letters
-        assert "call items_sync" in dead_letter.error
+        assert "call it by `app.sync(....items, ...)`" in dead_letter.error
 
 
 async def test_the_error_names_the_method_that_waits(app: App) -> None:
     counts = app.table("counts", int)
     async with app:
         with pytest.raises(
-            DeclarationError, match=r"Table\.get has to be awaited .*, as in a plain `def`: call get_sync"
+            DeclarationError, match=r"Table\.get has to be awaited .*, as in a plain `def`: call it by `app\.sync\("
         ):
             _ = await anyio.to_thread.run_sync(counts.get, "od")
-        with pytest.raises(DeclarationError, match=r"App\.notify_many has to be awaited .*: make it `async def`"):
+        with pytest.raises(DeclarationError, match=r"App\.notify_many has to be awaited .* or make it `async def`"):
             _ = await anyio.to_thread.run_sync(app.notify_many, [])
 
 
@@ -151,22 +151,22 @@ async def test_in_an_event_loop_the_form_that_waits_is_refused(app: App) -> None
     counts, volume = app.table("counts", int), app.counter("volume")
     async with app:
         with pytest.raises(
-            DeclarationError, match=r"get_sync would stop the event loop that runs here: `await table\.get"
+            DeclarationError, match=r"app\.sync would stop the event loop that runs here: `await Table\.get"
         ):
-            counts.get_sync("od")
-        with pytest.raises(DeclarationError, match=r"add_sync would stop the event loop .*: `await counter.add"):
-            volume.add_sync("od")
+            app.sync(counts.get, "od")
+        with pytest.raises(DeclarationError, match=r"app\.sync would stop the event loop .*: `await Counter\.add"):
+            app.sync(volume.add, "od")
 
 
 async def test_in_another_event_loop_a_table_is_refused(app: App) -> None:
     counts, volume = app.table("counts", int), app.counter("volume")
 
     async def elsewhere() -> None:
-        with pytest.raises(DeclarationError, match=r"table 'counts' is connected in another event loop: .* _sync"):
+        with pytest.raises(DeclarationError, match=r"table 'counts' is connected in another event loop: .* by `app"):
             await counts.get("od")
-        with pytest.raises(DeclarationError, match=r"counter 'volume' is connected in another event loop: .* _sync"):
+        with pytest.raises(DeclarationError, match=r"counter 'volume' is connected in another event loop: .* by `app"):
             await volume.get("od")
-        assert await asyncio.to_thread(counts.get_sync, "od") is None
+        assert await asyncio.to_thread(app.sync, counts.get, "od") is None
 
     async with app:
         await anyio.to_thread.run_sync(asyncio.run, elsewhere())
@@ -175,7 +175,7 @@ async def test_in_another_event_loop_a_table_is_refused(app: App) -> None:
 async def test_a_table_that_is_not_connected_is_refused_in_a_thread_as_well(app: App) -> None:
     counts = app.table("counts", int)
     with pytest.raises(DeclarationError, match="table 'counts' is not connected: declare it before `async with app:`"):
-        await anyio.to_thread.run_sync(counts.get_sync, "od")
+        await anyio.to_thread.run_sync(app.sync, counts.get, "od")
 
 
 async def test_an_app_that_closes_waits_for_the_calls_of_threads(app: App) -> None:
@@ -187,7 +187,7 @@ async def test_an_app_that_closes_waits_for_the_calls_of_threads(app: App) -> No
         return count + 1
 
     async def update() -> None:
-        found.append(await anyio.to_thread.run_sync(counts.update_sync, "od", change))
+        found.append(await anyio.to_thread.run_sync(app.sync, counts.update, "od", change))
 
     async with anyio.create_task_group() as tasks, app:
         tasks.start_soon(update)
@@ -202,7 +202,7 @@ async def test_an_app_that_is_cancelled_ends_the_calls_of_threads(app: App) -> N
 
     async def update() -> None:
         try:
-            await anyio.to_thread.run_sync(counts.update_sync, "od", lambda count: count + 1)
+            await anyio.to_thread.run_sync(app.sync, counts.update, "od", lambda count: count + 1)
         except BaseException as error:
             failures.append(error)
 

@@ -407,7 +407,7 @@ async def test_whatever_guards_the_calls_is_inside_of_the_span(app: App, url: st
 
     @app.agent("plain", limits=[Slots(1)], timeout=60)
     def limited(notification: Notification[Any]) -> Notify:
-        app.notify_sync("mars", mars(step="3"), {})
+        app.sync(app.notify, "mars", mars(step="3"), {})
         return Notify("mars", mars(step="2"), {})
 
     async with harness(app, server=url) as t:

@@ -118,7 +118,7 @@ class Site:
             if counter is not None:
                 await counter.add("all", 1)
                 await counter.items()
-            [each async for each in table.items()]
+            await table.items()
             self.handled[name].add((notification.event_type, int(notification.identifier["step"])))
 
         async def daily(window: Window[str]) -> None:

@@ -64,7 +64,7 @@ def an_app(config: Path) -> App:
         await table.put("step", 1)
         await counter.add("all", 1)
         await counter.get("all")
-        [each async for each in table.items()]
+        await table.items()
         await counter.items()
         raise ValueError("refused")
 

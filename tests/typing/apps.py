@@ -110,16 +110,16 @@ def less(number: int) -> int | Delete:
 
 
 def use_tables_in_a_thread() -> None:
-    assert_type(rows.get_sync("a"), Row | None)
-    rows.put_sync("a", Row(location="here"), ttl=timedelta(minutes=1))
-    assert_type(seen.update_sync("a", one_more), int)
-    assert_type(seen.update_sync("a", less), int | Delete)
-    assert_type(seen.items_sync(), list[tuple[str, int]])
-    assert_type(seen.history_sync("a"), list[Change[int]])
-    seen.delete_sync("a")
-    assert_type(counts.add_sync("a", 2), int)
-    assert_type(counts.get_sync("a"), int)
-    assert_type(counts.items_sync(), dict[str, int])
+    assert_type(app.sync(rows.get, "a"), Row | None)
+    app.sync(rows.put, "a", Row(location="here"), ttl=timedelta(minutes=1))
+    assert_type(app.sync(seen.update, "a", one_more), int)
+    assert_type(app.sync(seen.update, "a", less), int | Delete)
+    assert_type(app.sync(seen.items), dict[str, int])
+    assert_type(app.sync(seen.history, "a"), list[Change[int]])
+    app.sync(seen.delete, "a")
+    assert_type(app.sync(counts.add, "a", 2), int)
+    assert_type(app.sync(counts.get, "a"), int)
+    assert_type(app.sync(counts.items), dict[str, int])
 
 
 async def use_tables() -> None:
@@ -136,7 +136,7 @@ async def use_tables() -> None:
     total: int = await seen.update("a", lambda number: number + 1)
     assert total
     assert_type(await seen.history("a"), list[Change[int]])
-    async for key, number in seen.items():
+    for key, number in (await seen.items()).items():
         assert_type(key, str)
         assert_type(number, int)
     async for changed in seen.watch():
@@ -164,7 +164,9 @@ async def embed() -> None:
 
 
 def publish_from_a_thread() -> None:
-    stored = app.notify_sync("mars", {"class": "od"}, {"n": 1}, message_id="mine", ttl=60, headers={"Source": "cron"})
+    stored = app.sync(
+        app.notify, "mars", {"class": "od"}, {"n": 1}, message_id="mine", ttl=60, headers={"Source": "cron"}
+    )
     assert_type(stored, Receipt)
 
 

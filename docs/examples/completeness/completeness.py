@@ -87,6 +87,6 @@ async def tell_late(tick: Tick) -> None:
 
 @app.every("1h", leader=True)
 async def forget(tick: Tick) -> None:
-    async for name, _ in cycles.items():
+    for name in await cycles.items():
         if name < name_of(tick.time - KEPT):
             await cycles.delete(name)

@@ -98,7 +98,7 @@ class Site:
 
     async def counted(self) -> list[int]:
         """Return the numbers that all windows have, of those that are done."""
-        return sorted([number async for _, numbers in self.done.items() for number in present(numbers)])
+        return sorted(number for numbers in (await self.done.items()).values() for number in present(numbers))
 
     async def create_set(self, to: Path) -> backups.MadeSet:
         async def back_up(stream: str, earlier: Any) -> Backup:
@@ -151,7 +151,7 @@ async def test_what_is_restored_under_load_repeats_and_never_skips(
 
             await after.until(after.settled)
             await after.until(all_closed)
-        rows = [number async for _, number in after.rows.items()]
+        rows = list((await after.rows.items()).values())
         assert sorted(present(number) for number in rows if number != LAST) == numbers, "none is missing, none is more"
         assert await after.counted() == numbers, "each is in its window once"
         assert await after.count.get("all") >= len(numbers)
