@@ -566,7 +566,7 @@ class Ticked(Event, frozen=True, kw_only=True):
 
 
 class TimerRescheduled(Event, frozen=True, kw_only=True):
-    """A timer with `leader=True` has another schedule than that by which its last tick was run, and begins by it."""
+    """A timer with `singleton=True` has another schedule than that by which its last tick was run, and begins by it."""
 
     lines = logged("warning", "timer.rescheduled")
 
@@ -644,8 +644,9 @@ class LeadershipHindered(Event, frozen=True, kw_only=True):
     lines = logged(
         "error",
         "leader.hindered",
-        cure="until it can be used, this worker runs no timer with leader=True, closes no window, and begins no call "
-        "for which a Rate or Slots have to be asked; where a right is missing, let the worker's user read and write it",
+        cure="until it can be used, this worker runs no timer with singleton=True, closes no window, and begins no "
+        "call for which a Rate or Slots have to be asked; "
+        "where a right is missing, let the worker's user read and write it",
     )
 
     bucket: str

@@ -114,7 +114,7 @@ def app_of(configuration: Config) -> App:
     @app.agent("mars")
     async def near(notification: Notification[Near]) -> None: ...
 
-    @app.every("1h", leader=True)
+    @app.every("1h", singleton=True)
     async def tick() -> None:
         await app.notify("done", {"n": "2"})
         await app.notify("of another app", {"n": "2"})

@@ -61,7 +61,7 @@ def database() -> Database:
 async def measure(notification: Notification[Any]) -> AsyncIterator[None]:
     yield
 
-@app.every("1h", leader=True)
+@app.every("1h", singleton=True)
 async def tidy(database: Database) -> None: ...
 
 @app.task

@@ -35,7 +35,7 @@ def app() -> App:
 @pytest.mark.slow
 @LEADERS
 async def test_a_pause_ends_by_itself_and_its_ticks_are_missed(app: App, leader: bool) -> None:
-    @app.every("10m", leader=leader)
+    @app.every("10m", singleton=leader)
     async def look() -> None: ...
 
     async with harness(app, start=START) as t:
@@ -47,7 +47,7 @@ async def test_a_pause_ends_by_itself_and_its_ticks_are_missed(app: App, leader:
 
 @pytest.mark.slow
 async def test_the_ticks_of_a_pause_are_caught_up_by_a_timer_that_does(app: App) -> None:
-    @app.every("10m", leader=True, catch_up=True)
+    @app.every("10m", singleton=True, catch_up=True)
     async def look() -> None: ...
 
     async with harness(app, start=START) as t:
@@ -63,7 +63,7 @@ async def test_the_ticks_of_a_pause_are_caught_up_by_a_timer_that_does(app: App)
 
 @pytest.mark.slow
 async def test_a_pause_holds_where_a_server_has_stored_an_answer_in_its_place(app: App) -> None:
-    @app.every("10m")
+    @app.every("10m", singleton=False)
     async def look() -> None: ...
 
     async with harness(app, start=START) as t:
@@ -77,7 +77,7 @@ async def test_a_pause_holds_where_a_server_has_stored_an_answer_in_its_place(ap
 @pytest.mark.slow
 @LEADERS
 async def test_a_pause_holds_while_the_server_is_away(app: App, leader: bool) -> None:
-    @app.every("10m", leader=leader)
+    @app.every("10m", singleton=leader)
     async def look() -> None: ...
 
     async with harness(app, start=START) as t:
@@ -94,7 +94,7 @@ async def test_a_pause_holds_while_the_server_is_away(app: App, leader: bool) ->
 
 @pytest.mark.parametrize("value", [b"\xff", b"{}", b'{"since":"2026-01-01T00:00:00","until":"2026-01-02","by":""}'])
 async def test_what_is_no_pause_pauses_nothing(app: App, value: bytes) -> None:
-    @app.every("1m")
+    @app.every("1m", singleton=False)
     async def look() -> None: ...
 
     async with harness(app, start=START) as t:
@@ -108,7 +108,7 @@ async def test_what_is_no_pause_pauses_nothing(app: App, value: bytes) -> None:
 async def test_missed_ticks_are_run_in_order_and_none_that_a_leader_has_begun(app: App) -> None:
     seen: list[Tick] = []
 
-    @app.every("10m", leader=True)
+    @app.every("10m", singleton=True)
     async def look(tick: Tick) -> None:
         seen.append(tick)
 
@@ -131,7 +131,7 @@ async def test_missed_ticks_are_run_in_order_and_none_that_a_leader_has_begun(ap
 
 @pytest.mark.slow
 async def test_what_came_before_the_first_leader_was_begun_by_none(app: App) -> None:
-    @app.every("10m", leader=True)
+    @app.every("10m", singleton=True)
     async def look() -> None: ...
 
     async with harness(app, start=START + timedelta(minutes=35)) as t:
@@ -141,7 +141,7 @@ async def test_what_came_before_the_first_leader_was_begun_by_none(app: App) -> 
 
 @pytest.mark.slow
 async def test_a_new_leader_knows_which_ticks_were_missed(app: App) -> None:
-    @app.every("10m", leader=True)
+    @app.every("10m", singleton=True)
     async def look() -> None: ...
 
     async with harness(app, start=START) as t:
@@ -157,7 +157,7 @@ async def test_a_new_leader_knows_which_ticks_were_missed(app: App) -> None:
 
 
 async def test_what_an_older_version_has_claimed_is_not_known_to_be_missed(app: App) -> None:
-    @app.every("10m", leader=True)
+    @app.every("10m", singleton=True)
     async def look() -> None: ...
 
     async with harness(app, start=START + timedelta(minutes=35)) as t:
@@ -169,7 +169,7 @@ async def test_what_an_older_version_has_claimed_is_not_known_to_be_missed(app: 
 
 
 async def test_the_first_tick_that_fails_is_the_last(app: App) -> None:
-    @app.every("10m")
+    @app.every("10m", singleton=False)
     async def look(tick: Tick) -> None:
         if tick.time == at(20)[0]:
             raise ValueError("no data")
@@ -189,7 +189,7 @@ async def test_resources_are_given_to_each(app: App) -> None:
         opened.append("opened")
         yield Client()
 
-    @app.every("10m")
+    @app.every("10m", singleton=False)
     async def look(client: Client) -> None:
         opened.append(type(client))
 
@@ -203,7 +203,7 @@ async def test_resources_are_given_to_each(app: App) -> None:
     [(20, 10, "must end after it begins"), (0, 70, "and by now"), (-60 * 24 * 365, 0, "more than 10000 ticks")],
 )
 async def test_a_range_must_be_over_and_short(app: App, first: int, last: int, complaint: str) -> None:
-    @app.every("10m")
+    @app.every("10m", singleton=False)
     async def look() -> None: ...
 
     async with harness(app, start=START + timedelta(hours=1)) as t:

@@ -42,7 +42,7 @@ def test_each_bucket_of_an_app_is_listed() -> None:
     @app.agent("mars", window=Windowing(size="1d", fold=lambda value, _: value + 1, initial=0))
     async def daily(window: Window[int]) -> None: ...
 
-    @app.every("1s", leader=True)
+    @app.every("1s", singleton=True)
     async def tick() -> None: ...
 
     own = own_buckets.of_app("field", agents=app.agents, timers=app.timers, tasks=app.tasks, tables=app.tables)

@@ -464,7 +464,7 @@ async def test_agents_and_timers_of_a_router_with_a_prefix_are_told_from_others_
     async def look() -> None: ...
 
     agents = [router.agent(event_type, name=f"of_{event_type}")(index) for event_type in ("mars", "derived")]
-    timers = [router.every(interval, name=f"every_{interval}")(look) for interval in ("5m", "10m")]
+    timers = [router.every(interval, name=f"every_{interval}", singleton=False)(look) for interval in ("5m", "10m")]
     app.include(router, prefix="our")
     async with harness(app) as t:
         await notify(t, 1)
@@ -699,7 +699,7 @@ class TestInVirtualTime:
     async def test_it_begins_where_the_test_says(self, app: App, seen: list[int]) -> None:
         start = datetime(2026, 3, 29, 1, 59, 59, 500_000, tzinfo=timezone(timedelta(hours=1)))
 
-        @app.cron("0 * * * *")
+        @app.cron("0 * * * *", singleton=False)
         async def look(tick: Tick) -> None: ...
 
         async with harness(app, start=start) as t:
@@ -724,7 +724,7 @@ class TestInVirtualTime:
                 await notify(t, 1)
 
     async def test_passes_as_far_as_the_test_moves_it_although_a_watch_waits_for_it_too(self, app: App) -> None:
-        @app.every("1s")
+        @app.every("1s", singleton=False)
         async def look() -> None: ...
 
         shown = anyio.Event()
@@ -939,7 +939,7 @@ class TestTimersAndTables:
     async def test_a_timer_runs_when_its_time_comes(self, app: App) -> None:
         looks = app.table("looks", int, default=0)
 
-        @app.every("5m", leader=True)
+        @app.every("5m", singleton=True)
         async def look(tick: Tick) -> None:
             await looks.update("all", lambda count: count + 1)
             await app.notify("mars", {"class": "od", "step": tick.time.minute})
@@ -952,7 +952,7 @@ class TestTimersAndTables:
             assert await looks.get("all") == 3
 
     async def test_a_leader_that_crashes_is_followed(self, app: App) -> None:
-        @app.every("30s", leader=True)
+        @app.every("30s", singleton=True)
         async def look() -> None: ...
 
         async with harness(app, workers=2, start=HOUR) as t:
@@ -966,7 +966,7 @@ class TestTimersAndTables:
         counts = app.table("counts", int, default=0, cached=True)
         sizes = app.counter("sizes")
 
-        @app.every("1s", leader=True)
+        @app.every("1s", singleton=True)
         async def look() -> None: ...
 
         @app.agent("mars", concurrency=4, retry=SOON)

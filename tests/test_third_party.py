@@ -46,7 +46,7 @@ async def tally(notification: Notification, unit: Unit) -> None:
     await totals.update(unit.name, lambda known: known | {kind: known.get(kind, 0) + 1})
 
 
-@router.every("1h", leader=True)
+@router.every("1h", singleton=True)
 async def forget() -> None:
     await totals.delete(Settings().unit)
 """

@@ -75,11 +75,11 @@ def run(
 ) -> None:
     """Run a timer once, now, in this process, with the resources of the app. Exit with 1 if it fails.
 
-    The ticks of the workers stay as they are, and a pause of the timer holds only for these. With leader=True, the
+    The ticks of the workers stay as they are, and a pause of the timer holds only for these. With singleton=True, the
     leader may run a tick at the same time, and `tick.token` is None.
 
-    With --ask, one of the workers runs it, within about 5 seconds; with leader=True the leader, between its ticks. Exit
-    with 1 also if no worker takes it within 60 seconds; then none runs it later.
+    With --ask, one of the workers runs it, within about 5 seconds; with singleton=True the leader, between its ticks.
+    Exit with 1 also if no worker takes it within 60 seconds; then none runs it later.
 
     Example: aviso-workers timers run fields:app daily_report
     """
@@ -187,8 +187,8 @@ def catch_up(
     process, with the resources of the app. `tick.time` is when each was due, `tick.token` is None. A pause of the timer
     holds only for workers.
 
-    With leader=True, ticks are left out that a leader has begun, as far as workers have recorded it. The command stops
-    at the first tick that fails, exits with 1, and says how to go on.
+    With singleton=True, ticks are left out that a leader has begun, as far as workers have recorded it. The command
+    stops at the first tick that fails, exits with 1, and says how to go on.
 
     Example: aviso-workers timers catch-up fields:app report --from 2026-11-20T06:00:00Z --to 2026-11-20T18:00:00Z
     """

@@ -7,6 +7,7 @@ that declares it; what depends on the configuration is `App.mistakes`.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 import sys
@@ -41,6 +42,7 @@ from aviso_workers.errors import DeclarationError, InvalidPositionError
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., Any])
 S = DefaultTypeVar("S", default=Any)
 E1 = TypeVar("E1", bound=Exception)
 E2 = TypeVar("E2", bound=Exception)
@@ -116,8 +118,21 @@ OLD_WORDS: Mapping[str, str] = {
     "limit": "limits=[Slots(1)]",
     "breaker": "depends_on=app.dependency(...)",
     "unavailable": "depends_on=app.dependency(..., unavailable=[...])",
+    "leader": "singleton=True or False",
 }
-"""What to say in place of an argument that `agent` had before."""
+"""What to say in place of an argument that `agent` or a timer had before."""
+
+
+def _without_old_words(method: M) -> M:
+    """Return a method that raises `DeclarationError` for an argument that has another name now."""
+
+    @functools.wraps(method)
+    def checked(*args: Any, **named: Any) -> Any:
+        for word in named.keys() & OLD_WORDS:
+            raise DeclarationError(f"{method.__name__}: {word}= is gone: say {OLD_WORDS[word]}")
+        return method(*args, **named)
+
+    return cast(M, checked)
 
 
 class Agent(Generic[P, R]):
@@ -451,17 +466,18 @@ class Router(Generic[S]):
 
         return declare
 
+    @_without_old_words
     def every(
-        self, interval: AnyDuration, *, leader: bool = False, catch_up: bool = False, name: str | None = None
+        self, interval: AnyDuration, *, singleton: bool, catch_up: bool = False, name: str | None = None
     ) -> Callable[[Callable[P, R]], Timer[P, R]]:
-        """Declare a timer: the function is run by every worker at whole multiples of an interval such as `30s`, `5m` or
-        `1h`, counted from 1970 UTC. It may also be a whole number of seconds or a timedelta.
+        """Declare a timer: the function is run at whole multiples of an interval such as `30s`, `5m` or `1h`, counted
+        from 1970 UTC. It may also be a whole number of seconds or a timedelta.
 
         The function is async. It may take a `Tick`, and resources.
 
-        - `leader`: let only one worker of all that run the app run the timer, and another one when that dies. No tick
-          is run twice.
-        - `catch_up`: run every tick that was missed, the oldest first. With `leader`, these are also the ticks that
+        - `singleton`: True lets only one worker of all that run the app run the timer, and another one when that dies.
+          No tick is run twice. With False, every worker runs it.
+        - `catch_up`: run every tick that was missed, the oldest first. With `singleton`, these are also the ticks that
           came while no worker was there. Default: a tick that was missed by more than a minute is skipped.
         - `name`: the timer's name. Default: the function's name.
 
@@ -469,16 +485,17 @@ class Router(Generic[S]):
         """
         if callable(interval):
             raise DeclarationError(
-                f'every: interval must be a duration, as in @app.every("30s"), found {interval!r:.100}'
+                f'every: interval must be a duration, as in @app.every("30s", singleton=True), found {interval!r:.100}'
             )
-        return self._timer(lambda: timers.every(interval), leader=leader, catch_up=catch_up, name=name)
+        return self._timer(lambda: timers.every(interval), singleton=singleton, catch_up=catch_up, name=name)
 
+    @_without_old_words
     def cron(
         self,
         expression: str,
         *,
+        singleton: bool,
         timezone: str = "UTC",
-        leader: bool = False,
         catch_up: bool = False,
         name: str | None = None,
     ) -> Callable[[Callable[P, R]], Timer[P, R]]:
@@ -489,8 +506,9 @@ class Router(Generic[S]):
 
         Raises `DeclarationError`.
         """
-        _check_text("cron", "expression", expression, 'text of five fields, as in @app.cron("0 6 * * *")')
-        return self._timer(lambda: timers.cron(expression, timezone), leader=leader, catch_up=catch_up, name=name)
+        example = '@app.cron("0 6 * * *", singleton=True)'
+        _check_text("cron", "expression", expression, f"text of five fields, as in {example}")
+        return self._timer(lambda: timers.cron(expression, timezone), singleton=singleton, catch_up=catch_up, name=name)
 
     def task(self, function: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, Coroutine[Any, Any, None]]:
         """Declare a task: an async function that runs as long as the worker does. If it raises, it is started again.
@@ -725,7 +743,7 @@ class Router(Generic[S]):
         self._arounds.append(declared)
 
     def _timer(
-        self, schedule: Callable[[], Schedule], *, leader: bool, catch_up: bool, name: str | None
+        self, schedule: Callable[[], Schedule], *, singleton: bool, catch_up: bool, name: str | None
     ) -> Callable[[Callable[P, R]], Timer[P, R]]:
         def declare(function: Callable[P, R]) -> Timer[P, R]:
             _refuse_declared("timer", function)
@@ -734,7 +752,7 @@ class Router(Generic[S]):
                 made = schedule()
             except ValueError as error:
                 raise DeclarationError(f"timer {known_as!r}: {error}") from error
-            timer = Timer(function, name=known_as, schedule=made, leader=leader, catch_up=catch_up)
+            timer = Timer(function, name=known_as, schedule=made, singleton=singleton, catch_up=catch_up)
             self._add(timer)
             return timer
 

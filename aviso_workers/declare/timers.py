@@ -36,8 +36,8 @@ class Tick(Struct, frozen=True, kw_only=True):
     time: datetime
     """The time at which it was due, in UTC."""
     token: int | None = None
-    """The fencing token of a timer with `leader=True`, which is greater than that of every earlier leader. A database
-    that is given it can refuse a leader that was paused and does not know yet that there is another one."""
+    """The fencing token of a timer with `singleton=True`, which is greater than that of every earlier leader. A
+    database that is given it can refuse a leader that was paused and does not know yet that there is another one."""
 
 
 class Schedule(Protocol):
@@ -90,7 +90,7 @@ class Timer(Generic[P, R]):
     """
 
     def __init__(
-        self, function: Callable[P, R], *, name: str, schedule: Schedule, leader: bool, catch_up: bool
+        self, function: Callable[P, R], *, name: str, schedule: Schedule, singleton: bool, catch_up: bool
     ) -> None:
         self.function = function
         if not inspect.iscoroutinefunction(function):
@@ -104,7 +104,7 @@ class Timer(Generic[P, R]):
         """The resources that are opened around each tick, the outermost first; `App._timers_at_work` says it."""
         self.name = name
         self.schedule = schedule
-        self.leader = leader
+        self.singleton = singleton
         self.catch_up = catch_up
         self.__doc__ = function.__doc__
 

@@ -1,4 +1,4 @@
-"""Timers at work: every worker runs its own, and of those with `leader=True` one worker of the fleet runs all.
+"""Timers at work: every worker runs its own, and of those with `singleton=True` one worker of the fleet runs all.
 
 The leader holds a lease (`engine.leases`), and each tick is claimed before it is run, by a put on the revision of the
 claim before: of two leaders, one succeeds. What was claimed is kept, and tells the next leader what was missed.
@@ -81,7 +81,7 @@ async def run_timers(
 ) -> None:
     """Run them until `stop`; what runs then may take until the drain timeout is over."""
     clock = backend.clock
-    own, led = ([timer for timer in declared if timer.leader is leader] for leader in (False, True))
+    own, led = ([timer for timer in declared if timer.singleton is one] for one in (False, True))
     control = Control(backend, app, timers={timer.name for timer in own})
     async with drained(stop, clock=clock, timeout_seconds=drain_timeout_seconds), anyio.create_task_group() as running:
         running.start_soon(control.keep_looking, stop)

@@ -140,7 +140,7 @@ async def plan_catch_up(
         )
     if again:
         return [PlannedTick(tick) for tick in ticks]
-    claim = (await timer_records.claims(admin, app)).get(timer.name) if timer.leader else None
+    claim = (await timer_records.claims(admin, app)).get(timer.name) if timer.singleton else None
     late = now - timedelta(seconds=LATE_SECONDS)
     if claim and timer.catch_up:
         late = min(late, claim.time)
@@ -163,7 +163,7 @@ class TimerRow(Struct, frozen=True, kw_only=True):
     timer: str
     schedule: str
     leader: str
-    """The host and the process that run it; `none` where nobody leads, `every worker` without `leader=True`."""
+    """The host and the process that run it; `none` where nobody leads, `every worker` with `singleton=False`."""
     last: datetime | None
     """When the last tick was due that a leader has begun; None where that is not known."""
     next: tuple[datetime, ...]
@@ -191,7 +191,7 @@ async def rows(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, tic
         first = pause.until if pause else now
         found = judge(
             timer.name,
-            leader=leader if timer.leader and claim is not None and claim.token else None,
+            leader=leader if timer.singleton and claim is not None and claim.token else None,
             workers=workers,
             failure=failures.get((app, "timers", timer.name)),
             pause=pause,
@@ -201,7 +201,7 @@ async def rows(admin: Admin, app: str, timers: Sequence[Timer[Any, Any]], *, tic
             TimerRow(
                 timer=timer.name,
                 schedule=timer.schedule.text,
-                leader=(leader.name or "none") if timer.leader else "every worker",
+                leader=(leader.name or "none") if timer.singleton else "every worker",
                 last=claim.time if claim and claim.token else None,
                 next=tuple(islice(ticks_between(timer.schedule, first, LAST), ticks)) if first <= LAST else (),
                 paused=pause,

@@ -62,7 +62,7 @@ def of_app(
     """Return the buckets of an app of this name that declares these."""
     agents, timers = tuple(agents), tuple(timers)
     windows = [agent.name for agent in agents if agent.policy.window]
-    led = any(timer.leader for timer in timers)
+    led = any(timer.singleton for timer in timers)
     leases = lease_records.bucket_of(app)
     limits = [limit for agent in agents for limit in agent.policy.limits]
     by_key = {

@@ -264,7 +264,7 @@ METRICS: Mapping[tuple[str, ...], Mapping[str, Metric]] = {
         ),
         "leader_hindered": gauge(
             "1 while this worker cannot use the bucket of leases or the bucket of claims, so it runs no timer "
-            "with leader=True and closes no window; else 0."
+            "with singleton=True and closes no window; else 0."
         ),
         "unreadable": counter(
             "Unreadable messages in the streams of aviso-workers, which a worker skips, by stream.", by="stream"

@@ -160,7 +160,7 @@ async def _lateness(app: App, timers: int) -> float:
     app.events.listen(lambda ticked: late.append(ticked.late_seconds * 1000), Ticked)
     for number in range(timers):
 
-        @app.every("1s", name=f"tick-{number}")
+        @app.every("1s", name=f"tick-{number}", singleton=False)
         async def tick() -> None: ...
 
     stop = anyio.Event()

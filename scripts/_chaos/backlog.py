@@ -116,7 +116,7 @@ def by_timer(app: App, record: Record) -> None:
     """Runs the ticks of a timer that were missed while no worker ran."""
     first: list[datetime] = []
 
-    @app.every("1s", leader=True, catch_up=True)
+    @app.every("1s", singleton=True, catch_up=True)
     async def drain(tick: Tick) -> None:
         first.append(tick.time)
         record.add(round((tick.time - first[0]) / TICK))

@@ -167,7 +167,7 @@ def _declare(app: App, ledger: Ledger) -> Table[int | None]:
     async def in_windows(window: Window[list[int]]) -> None:
         ledger.in_windows.update(window.value)
 
-    @app.every("1s", leader=True)
+    @app.every("1s", singleton=True)
     async def tick(tick: Tick) -> None:
         ledger.ticks[tick.time] += 1
 

@@ -21,7 +21,7 @@ app = App("tour")
 app.event_type("region", key=["stream", "step", "region"], storage_policy={"allow_duplicates": True})
 
 
-@app.every("2s", leader=True)
+@app.every("2s", singleton=True)
 async def produce() -> None:
     """Publish the next field of each stream."""
     now = datetime.now(UTC)
@@ -39,7 +39,7 @@ async def produce() -> None:
         await app.notify("mars", identifier, {"location": f"/tour/{stream}/{step}.grib2", "size": 4096})
 
 
-@app.cron("0 3 * * *", leader=True)
+@app.cron("0 3 * * *", singleton=True)
 async def tidy_up() -> None:
     """Nothing: it is here to be paused."""
 

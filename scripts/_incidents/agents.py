@@ -55,7 +55,7 @@ async def handle(notification: Notification[Any]) -> None:
     os.write(ledger, f"{notification.identifier['number']}\n".encode())
 
 
-@app.every(2, leader=True)
+@app.every(2, singleton=True)
 async def tick() -> None:
     if _fault("timer"):
         raise RuntimeError("the report cannot be written")

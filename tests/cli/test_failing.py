@@ -39,12 +39,12 @@ def again(error: ValueError) -> Retry:
 async def healthy(notification: Notification) -> None: ...
 
 
-@app.every("1s", leader=True)
+@app.every("1s", singleton=True)
 async def report() -> None:
     raise RuntimeError("no report")
 
 
-@app.every("1h")
+@app.every("1h", singleton=False)
 async def tidy() -> None:
     print("tidied")
 

@@ -35,7 +35,7 @@ app = App("mine")
 @app.agent("mars")
 async def act(notification: Notification) -> None: ...
 
-@app.every("1h")
+@app.every("1h", singleton=False)
 async def tidy() -> None: ...
 """
 STORED = 5

@@ -26,19 +26,19 @@ from aviso_workers import App, Tick
 app = App("field")
 
 
-@app.every("1s", leader=True)
+@app.every("1s", singleton=True)
 async def report() -> None:
     print("reported", flush=True)
 
 
-@app.every("1h")
+@app.every("1h", singleton=False)
 async def tidy(tick: Tick) -> None:
     if tick.time.hour == 3:
         raise RuntimeError("nothing to tidy")
     print(f"tidied for {tick.time.hour}, {tick.token}")
 
 
-@app.every("1h")
+@app.every("1h", singleton=False)
 async def fails() -> None:
     raise RuntimeError("the archive is away")
 
@@ -48,7 +48,7 @@ async def session() -> AsyncIterator[dict]:
     yield {}
 
 
-@app.every("1h")
+@app.every("1h", singleton=False)
 async def purge(session: dict) -> None: ...
 """
 DAY = "2026-01-01T0{}:00:00Z"

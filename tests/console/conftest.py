@@ -122,7 +122,7 @@ def app(config: Config) -> App:
         if notification.identifier["step"] == "3":
             raise KeyError("step 3")
 
-    @app.every("1h", leader=True)
+    @app.every("1h", singleton=True)
     async def report() -> None:
         pass
 

@@ -643,7 +643,7 @@ class TestResourcesOfCalls:
         assert len(t.published) == 2
 
     async def test_are_opened_for_each_tick_of_a_timer(self, app: App, told: list[str], opened: None) -> None:
-        @app.every("1m")
+        @app.every("1m", singleton=False)
         async def tidy(tick: Tick, session: Session) -> None:
             told.append(session.name)
             if told.count(session.name) == 1:

@@ -43,15 +43,15 @@ def ticks() -> Counter[str]:
 def app(kind: str, nats_url: str, ticks: Counter[str]) -> App:
     app = App("contract", config=app_config(kind, nats_url))
 
-    @app.every("1s")
+    @app.every("1s", singleton=False)
     async def paused() -> None:
         ticks["paused"] += 1
 
-    @app.every("1s")
+    @app.every("1s", singleton=False)
     async def other(tick: Tick) -> None:
         ticks["other"] += 1
 
-    @app.every("1s")
+    @app.every("1s", singleton=False)
     async def fails() -> None:
         ticks["fails"] += 1
         raise ValueError("no such field")

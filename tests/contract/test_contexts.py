@@ -95,7 +95,7 @@ async def test_a_plain_function_a_batch_a_stream_and_outputs_as_well(
 
 
 async def test_a_tick_and_a_window_as_well(app: App, url: str | None, seen: list[str]) -> None:
-    @app.every("1s")
+    @app.every("1s", singleton=False)
     async def tick(tick: Tick) -> None:
         enter(seen, "tick")
 

@@ -95,7 +95,7 @@ async def test_a_worker_goes_on_whatever_is_in_the_place_of_its_state(app: App, 
         if step == "1" and calls[step] < 3:
             raise ValueError("not yet")
 
-    @app.every("1s", leader=True)
+    @app.every("1s", singleton=True)
     async def tick() -> None:
         pass
 

@@ -124,7 +124,7 @@ async def test_a_worker_of_an_app_with_nothing_but_tasks_or_timers_says_so_too(
 ) -> None:
     timed, tasked = (App("contract", config=app_config(kind, nats_url)) for _ in range(2))
 
-    @timed.every("1h")
+    @timed.every("1h", singleton=False)
     async def report() -> None:
         pass
 

@@ -62,11 +62,14 @@ async def database() -> AsyncIterator[Database]:
     ("declare", "problem"),
     [
         (
-            lambda app: app.every("5s")(app.agent("mars")(handler)),
+            lambda app: app.every("5s", singleton=False)(app.agent("mars")(handler)),
             "timer of <Agent handler on mars>: .* another function",
         ),
         (lambda app: app.task(app.agent("mars")(handler)), "task of <Agent handler on mars>: .* another function"),
-        (lambda app: app.agent("mars", name="g")(app.every("5s")(tidy)), "agent of <Timer tidy>: .* another function"),
+        (
+            lambda app: app.agent("mars", name="g")(app.every("5s", singleton=False)(tidy)),
+            "agent of <Timer tidy>: .* another function",
+        ),
         (lambda app: app.resource(database), "resource 'database': it is annotated .* yields nothing: .* -> Database"),
     ],
 )

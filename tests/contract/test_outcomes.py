@@ -218,7 +218,7 @@ async def test_an_exit_of_a_window_lets_it_be_run_again(app: App, url: str | Non
 
 
 async def test_an_exit_of_a_timer_is_its_failure(app: App, url: str | None) -> None:
-    @app.every("1s")
+    @app.every("1s", singleton=False)
     async def tidy() -> None:
         sys.exit("no room")
 

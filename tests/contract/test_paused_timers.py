@@ -21,12 +21,12 @@ async def test_a_paused_timer_runs_in_no_worker_until_it_is_resumed(kind: str, n
     ticks: list[str] = []
     ticked = anyio.Event()
 
-    @app.every("1s", leader=leader)
+    @app.every("1s", singleton=leader)
     async def paused() -> None:
         ticks.append("paused")
         ticked.set()
 
-    @app.every("1s", leader=leader)
+    @app.every("1s", singleton=leader)
     async def other() -> None:
         ticks.append("other")
 
@@ -53,7 +53,7 @@ async def test_ticks_from_before_the_first_worker_are_caught_up(kind: str, nats_
     app = App("contract", config=app_config(kind, nats_url))
     seen: list[Tick] = []
 
-    @app.every("10m", leader=leader)
+    @app.every("10m", singleton=leader)
     async def look(tick: Tick) -> None:
         seen.append(tick)
 
@@ -70,7 +70,7 @@ async def test_a_tick_of_a_pause_runs_when_that_ends() -> None:
     app = App("contract", config=app_config("in_memory", ""))
     ticks: list[datetime] = []
 
-    @app.every("10s")
+    @app.every("10s", singleton=False)
     async def count(tick: Tick) -> None:
         ticks.append(tick.time)
 

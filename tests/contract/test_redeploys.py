@@ -583,7 +583,7 @@ async def test_another_name_begins_with_nothing(deploy: Deploy) -> None:
 def of_timer(ticks: list[tuple[str, datetime]], version: str, interval: str, **stated: Any) -> App:
     app = App("contract")
 
-    @app.every(interval, **{"leader": True, "catch_up": True, **stated})
+    @app.every(interval, **{"singleton": True, "catch_up": True, **stated})
     async def look(tick: Tick) -> None:
         ticks.append((version, tick.time))
 
@@ -618,10 +618,10 @@ async def test_a_new_schedule_begins_when_its_first_worker_leads(
     await deploy.stop_all(after)
 
 
-@row("`leader` of a timer")
+@row("`singleton` of a timer")
 async def test_a_tick_is_run_once_as_soon_as_no_worker_runs_its_own(deploy: Deploy) -> None:
     ticks: list[tuple[str, datetime]] = []
-    before, after = of_timer(ticks, "old", "1s", leader=False, catch_up=False), of_timer(ticks, "new", "1s")
+    before, after = of_timer(ticks, "old", "1s", singleton=False, catch_up=False), of_timer(ticks, "new", "1s")
     await deploy.start(before)
     await deploy.until(lambda: ticks != [])
     await deploy.replace(before, after)

@@ -261,7 +261,7 @@ LOST: dict[str, tuple[Callable[[], object], str]] = {
 async def test_a_tick_that_returns_what_would_be_lost_has_failed(in_memory: App, shape: str) -> None:
     make, told = LOST[shape]
 
-    @in_memory.every("5s")
+    @in_memory.every("5s", singleton=False)
     async def remind() -> object:
         return make()
 
@@ -286,7 +286,7 @@ async def test_a_task_that_returns_what_would_be_lost_has_failed(in_memory: App,
 
 @pytest.mark.parametrize("value", [None, RECEIPT, [RECEIPT], 3, "done", {"removed": 3}], ids=str)
 async def test_a_tick_may_return_what_means_nothing(app: App, value: object) -> None:
-    @app.every("5s")
+    @app.every("5s", singleton=False)
     async def prune() -> object:
         return value
 

@@ -18,7 +18,7 @@ async def test_a_worker_runs_its_timers(kind: str, nats_url: str, leader: bool) 
     app, stop = App("contract", config=app_config(kind, nats_url)), anyio.Event()
     ticks: list[Tick] = []
 
-    @app.every("1s", leader=leader)
+    @app.every("1s", singleton=leader)
     async def look(tick: Tick) -> None:
         ticks.append(tick)
         if len(ticks) == 3:
@@ -38,7 +38,7 @@ async def test_a_leader_that_leaves_is_followed_and_no_tick_is_missed(kind: str,
     ticks: list[Tick] = []
     stops = [anyio.Event(), anyio.Event()]
 
-    @app.every("1s", leader=True)
+    @app.every("1s", singleton=True)
     async def look(tick: Tick) -> None:
         ticks.append(tick)
         if len(ticks) == 2:

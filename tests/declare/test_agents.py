@@ -271,10 +271,13 @@ def test_what_exceptions_mean_is_declared_on_the_agent(router: Router) -> None:
             lambda app: app.agent(index),
             r'agent: event_type must be .*, as in @app.agent\("mars"\), found <function index',
         ),
-        (lambda app: app.every(index), r'every: interval must be .*, as in @app.every\("30s"\), found <function index'),
         (
-            lambda app: app.cron(index),
-            r'cron: expression must be .*, as in @app.cron\("0 6 \* \* \*"\), found <function',
+            lambda app: app.every(index, singleton=False),
+            r'every: interval must be .*, as in @app.every\("30s", singleton=True\), found <function index',
+        ),
+        (
+            lambda app: app.cron(index, singleton=False),
+            r'cron: expression must be .*, as in @app.cron\("0 6 \* \* \*", singleton=True\), found <function',
         ),
         (lambda app: app.task("poll"), "task: must be an async function below @app.task, found 'poll'"),
         (lambda app: app.counter(index), "counter name <function index"),

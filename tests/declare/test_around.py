@@ -273,7 +273,7 @@ class TestResourcesOfCalls:
         @app.agent("mars")
         async def load(batch: Batch[Field], database: Database) -> None: ...
 
-        @app.every("5m")
+        @app.every("5m", singleton=False)
         async def look(session: Session) -> None: ...
 
         assert app.mistakes() == [

@@ -53,7 +53,7 @@ async def test_what_a_router_declares_after_its_inclusion_counts(app: App, prefi
     def done(error: FileExistsError) -> Ack:
         return Ack()
 
-    @router.every("1s")
+    @router.every("1s", singleton=False)
     async def look() -> None:
         handled.append("tick")
 

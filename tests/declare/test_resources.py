@@ -108,7 +108,7 @@ async def test_everybody_is_given_what_it_asks_for(app: App, told: list[str]) ->
     def in_thread(notification: Notification[Any], database: Database) -> None:
         seen.append(("in_thread", database.url))
 
-    @app.every("1m")
+    @app.every("1m", singleton=False)
     async def timer(database: Database) -> None:
         seen.append(("timer", database.url))
 
@@ -186,7 +186,7 @@ async def test_what_nobody_gives_is_told_at_start(app: App) -> None:
     @app.agent("mars")
     async def index(notification: Notification[Any], database: Database) -> None: ...
 
-    @app.every("5m")
+    @app.every("5m", singleton=False)
     async def look(cache: Cache, settings: Settings) -> None: ...
 
     assert app.mistakes() == [
@@ -337,7 +337,7 @@ class TestARouterWithAPrefix:
             await names.put("url", database.url)
             await sizes.add("all")
 
-        @router.every("1m")
+        @router.every("1m", singleton=False)
         async def look() -> None: ...
 
         @app.agent("mars")

@@ -95,21 +95,21 @@ class TestATimer:
     def test_is_named_after_its_function_and_called_like_it(self) -> None:
         router = Router("r")
 
-        @router.every("5m", leader=True)
+        @router.every("5m", singleton=True)
         async def sweep() -> None:
             """Tidies."""
 
-        @router.cron("0 6 * * *", name="daily", timezone="Europe/Berlin", catch_up=True)
+        @router.cron("0 6 * * *", name="daily", timezone="Europe/Berlin", catch_up=True, singleton=False)
         async def report(tick: Tick) -> None: ...
 
         assert [timer.name for timer in router.timers] == ["sweep", "daily"]
-        assert (sweep.leader, sweep.catch_up, sweep.__doc__) == (True, False, "Tidies.")
+        assert (sweep.singleton, sweep.catch_up, sweep.__doc__) == (True, False, "Tidies.")
         assert report.schedule == timers.Cron("0 6 * * *", ZoneInfo("Europe/Berlin"))
         report(Tick(timer="daily", time=NOON)).close()
 
     def test_comes_along_with_its_router(self) -> None:
         router, app = Router("r"), App("a")
-        router.every("5m", name="one")(self.tick)
+        router.every("5m", name="one", singleton=False)(self.tick)
         app.include(router)
         assert [timer.name for timer in app.timers] == ["one"]
 
@@ -123,7 +123,7 @@ class TestATimer:
     )
     def test_of_no_interval_is_refused(self, interval: str, problem: str) -> None:
         with pytest.raises(DeclarationError, match=f"timer 'tick': .*{problem}"):
-            Router("r").every(interval)(self.tick)
+            Router("r").every(interval, singleton=False)(self.tick)
 
     @pytest.mark.parametrize(
         ("stated", "problem"),
@@ -135,26 +135,30 @@ class TestATimer:
     )
     def test_of_no_cron_is_refused(self, stated: Any, problem: str) -> None:
         with pytest.raises(DeclarationError, match=problem):
-            Router("r").cron(*stated)(self.tick)
+            Router("r").cron(*stated, singleton=False)(self.tick)
 
     @pytest.mark.parametrize("zone", ["Europe/Atlantis", "", "../etc", "Europe"])
     def test_of_no_time_zone_is_refused(self, zone: str) -> None:
         with pytest.raises(DeclarationError, match=f"timer 'tick': no time zone '{zone}'; say one such as"):
-            Router("r").cron("0 6 * * *", timezone=zone)(self.tick)
+            Router("r").cron("0 6 * * *", timezone=zone, singleton=False)(self.tick)
 
     def test_that_is_no_async_function_is_refused(self) -> None:
         with pytest.raises(DeclarationError, match="timer 'sweep': must be an async function"):
 
-            @Router("r").every("5m")
+            @Router("r").every("5m", singleton=False)
             def sweep() -> None: ...
 
         with pytest.raises(DeclarationError, match="timer 'sweep': annotate other with the type"):
 
-            @Router("r").every("5m", name="sweep")
+            @Router("r").every("5m", name="sweep", singleton=False)
             async def two(one: Tick, other) -> None: ...  # type: ignore[no-untyped-def]
+
+    def test_with_the_old_word_is_told_the_new_one(self) -> None:
+        with pytest.raises(DeclarationError, match="every: leader= is gone: say singleton=True or False"):
+            Router("r").every("5m", leader=True)(self.tick)  # type: ignore[call-arg]
 
     def test_of_a_name_that_is_taken_is_refused(self) -> None:
         router = Router("r")
-        router.every("5m")(self.tick)
+        router.every("5m", singleton=False)(self.tick)
         with pytest.raises(DeclarationError, match="timer 'tick' is declared twice"):
-            router.cron("0 6 * * *")(self.tick)
+            router.cron("0 6 * * *", singleton=False)(self.tick)

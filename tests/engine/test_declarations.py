@@ -76,7 +76,7 @@ async def test_an_event_type_is_read_as_it_was_declared(backend: InMemoryBackend
 
 async def test_agents_timers_and_tasks_are_recorded(backend: InMemoryBackend) -> None:
     app = app_with("plain", "kept")
-    app.every("1h")(report)
+    app.every("1h", singleton=False)(report)
     app.task(watch)
     found = await recorded(backend, app)
     assert found.agents == {"index_plain": "plain", "index_kept": "kept"}
@@ -100,7 +100,7 @@ async def test_what_is_recorded_already_is_not_written_again(backend: InMemoryBa
 
 async def test_what_changed_is_told_in_words(backend: InMemoryBackend) -> None:
     app = app_with("plain", "kept")
-    app.every("1h")(report)
+    app.every("1h", singleton=False)(report)
     before = await recorded(backend, app)
     after = structs.replace(
         before,
@@ -151,7 +151,7 @@ async def test_a_deploy_is_in_the_list_although_the_worker_that_added_it_was_kil
 async def test_so_many_deploys_are_kept_and_the_oldest_go(backend: InMemoryBackend) -> None:
     for number in range(15):
         app = app_with()
-        app.every(f"{number + 1}s")(report)
+        app.every(f"{number + 1}s", singleton=False)(report)
         await recorded(backend, app)
     found = declarations.deploys(await consumer_records.entries(backend))["fields"]
     assert [each.changed[0] for each in found] == [

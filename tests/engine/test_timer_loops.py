@@ -125,7 +125,7 @@ async def fleet(router: Router) -> AsyncGenerator[Fleet, None]:
 async def test_every_worker_runs_its_own(router: Router, fleet: Fleet) -> None:
     seen: list[Tick] = []
 
-    @router.every("10s")
+    @router.every("10s", singleton=False)
     async def look(tick: Tick) -> None:
         seen.append(tick)
 
@@ -153,7 +153,7 @@ def tokens(router: Router) -> list[int | None]:
     """Of the ticks of a timer that the leader runs every ten seconds."""
     tokens: list[int | None] = []
 
-    @router.every("10s", leader=True)
+    @router.every("10s", singleton=True)
     async def lead(tick: Tick) -> None:
         tokens.append(tick.token)
 
@@ -246,7 +246,7 @@ async def test_a_short_interruption_changes_nothing(fleet: Fleet, tokens: list[i
 async def test_what_a_leader_runs_is_cancelled_with_its_lease(router: Router, fleet: Fleet) -> None:
     ended: list[str] = []
 
-    @router.every("10s", leader=True)
+    @router.every("10s", singleton=True)
     async def long() -> None:
         try:
             await anyio.sleep_forever()
@@ -316,7 +316,7 @@ async def test_a_tick_whose_claim_may_not_have_been_stored_is_run_once(
 ) -> None:
     """As when the bucket changes its leader while it is claimed."""
 
-    @router.every("10s", leader=True, catch_up=True)
+    @router.every("10s", singleton=True, catch_up=True)
     async def lead() -> None: ...
 
     await fleet.start()
@@ -344,7 +344,7 @@ async def test_a_tick_whose_claim_is_stored_late_is_run_once(
 ) -> None:
     """The claim is under way for longer than it is waited for, and arrives just before the next one."""
 
-    @router.every("10s", leader=True, catch_up=True)
+    @router.every("10s", singleton=True, catch_up=True)
     async def lead() -> None: ...
 
     await fleet.start()
@@ -374,7 +374,7 @@ async def test_a_tick_whose_claim_is_stored_late_is_run_once(
 async def test_a_tick_whose_claim_was_in_doubt_when_the_lease_was_over_is_run_by_the_same_worker_later(
     router: Router, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @router.every("10s", leader=True, catch_up=True)
+    @router.every("10s", singleton=True, catch_up=True)
     async def lead() -> None: ...
 
     await fleet.start()
@@ -445,7 +445,7 @@ async def test_a_lease_that_another_worker_took_while_ours_was_in_doubt_is_not_o
 
 
 async def test_no_tick_is_missed_where_the_bucket_of_claims_is_deleted(router: Router, fleet: Fleet) -> None:
-    @router.every("10s", leader=True, catch_up=True)
+    @router.every("10s", singleton=True, catch_up=True)
     async def lead() -> None: ...
 
     await fleet.start()
@@ -461,7 +461,7 @@ async def test_no_tick_is_missed_where_the_bucket_of_claims_is_deleted(router: R
 async def test_no_tick_is_missed_and_no_leader_changes_where_lease_and_claim_are_forged(
     router: Router, fleet: Fleet
 ) -> None:
-    @router.every("10s", leader=True, catch_up=True)
+    @router.every("10s", singleton=True, catch_up=True)
     async def lead() -> None: ...
 
     await fleet.start()
@@ -479,7 +479,7 @@ async def test_no_tick_is_missed_and_no_leader_changes_where_lease_and_claim_are
 async def test_a_leader_that_dies_is_followed_when_its_lease_is_not_forged_any_more(
     router: Router, fleet: Fleet
 ) -> None:
-    @router.every("10s", leader=True, catch_up=True)
+    @router.every("10s", singleton=True, catch_up=True)
     async def lead() -> None: ...
 
     await fleet.start()
@@ -497,7 +497,7 @@ async def test_a_leader_that_dies_is_followed_when_its_lease_is_not_forged_any_m
 
 
 async def test_there_is_one_leader_however_long_its_lease_is_forged(router: Router, fleet: Fleet) -> None:
-    @router.every("10s", leader=True)
+    @router.every("10s", singleton=True)
     async def lead() -> None: ...
 
     await fleet.start()
@@ -698,7 +698,7 @@ async def test_a_lease_that_the_server_does_not_forget_is_over_when_nobody_renew
 async def test_what_was_missed_while_no_worker_was_there(
     router: Router, fleet: Fleet, catch_up: bool, ticks: list[float]
 ) -> None:
-    @router.every("1h", leader=True, catch_up=catch_up)
+    @router.every("1h", singleton=True, catch_up=catch_up)
     async def hourly() -> None: ...
 
     await fleet.start()
@@ -713,7 +713,7 @@ async def test_what_was_missed_while_no_worker_was_there(
 async def test_ticks_claimed_by_a_leader_that_was_an_hour_ahead_silence_no_successor(
     router: Router, fleet: Fleet
 ) -> None:
-    @router.every("10m", leader=True)
+    @router.every("10m", singleton=True)
     async def look() -> None: ...
 
     # What that leader left behind: the bucket stored it an hour before the time that it names.
@@ -728,7 +728,7 @@ async def test_ticks_claimed_by_a_leader_that_was_an_hour_ahead_silence_no_succe
 
 
 async def test_a_timer_of_every_worker_goes_on_when_its_clock_is_set_back(router: Router, fleet: Fleet) -> None:
-    @router.every("10m")
+    @router.every("10m", singleton=False)
     async def look() -> None: ...
 
     fleet.clock.ahead_seconds = 3600.0
@@ -740,7 +740,7 @@ async def test_a_timer_of_every_worker_goes_on_when_its_clock_is_set_back(router
 
 
 async def test_a_tick_that_takes_longer_than_the_interval(router: Router, fleet: Fleet) -> None:
-    @router.every("10s")
+    @router.every("10s", singleton=False)
     async def slow(tick: Tick) -> None:
         await fleet.clock.sleep(25 if seconds_of(tick.time) == 10 else 0)
 
@@ -752,7 +752,7 @@ async def test_a_tick_that_takes_longer_than_the_interval(router: Router, fleet:
 
 
 async def test_one_that_raises_is_told_of_and_runs_at_the_next_tick(router: Router, fleet: Fleet) -> None:
-    @router.every("10s", leader=True)
+    @router.every("10s", singleton=True)
     async def broken() -> None:
         raise ValueError("no")
 
@@ -776,8 +776,8 @@ async def test_a_stop_waits_for_what_runs_until_the_drain_timeout(router: Router
 
         return last
 
-    router.every("10s", name="short")(lasting("short", 5))
-    router.every("10s", name="long", leader=True)(lasting("long", 100))
+    router.every("10s", name="short", singleton=False)(lasting("short", 5))
+    router.every("10s", name="long", singleton=True)(lasting("long", 100))
     worker = await fleet.start()
     await fleet.after(12)
     fleet.stops[worker].set()

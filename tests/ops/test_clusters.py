@@ -167,7 +167,7 @@ async def at_work(config: Path) -> AsyncIterator[App]:
     async def fail(notification: Notification[Any]) -> None:
         raise ValueError("whatever it is")
 
-    @app.every("1s", leader=True)
+    @app.every("1s", singleton=True)
     async def look(tick: Tick) -> None: ...
 
     stop = anyio.Event()

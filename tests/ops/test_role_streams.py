@@ -30,7 +30,7 @@ def an_app(path: Path, *, has_all: bool) -> App:
         app.agent("mars", name=f"index-{number}", limits=[Rate(1, per=1)] if has_all else [])(index)
     if has_all:
         app.agent("mars", window=Windowing(size="1d", fold=lambda value, _: value + 1, initial=0))(daily)
-        app.every("1s", leader=True)(tick)
+        app.every("1s", singleton=True)(tick)
         app.table("newest", int)
         app.counter("done")
     else:

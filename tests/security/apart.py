@@ -136,7 +136,7 @@ class Site:
                 limits=[Rate(100, per=1), Slots(1, by=["class"])],
             )(index)
             app.agent(base, name=f"daily-{base}", window=windowing)(daily)
-        app.every("1s", leader=True)(tick)
+        app.every("1s", singleton=True)(tick)
         return app
 
     def permissions(self, user: str) -> Permissions:

@@ -129,7 +129,7 @@ async def test_a_worker_that_may_not_record_itself_works_and_ends_as_ever(tmp_pa
         ticked, told = anyio.Event(), anyio.Event()
         stated: list[str] = []
 
-        @app.every("1s")
+        @app.every("1s", singleton=False)
         async def tick() -> None:
             ticked.set()
 

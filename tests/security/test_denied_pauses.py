@@ -27,7 +27,7 @@ async def test_a_worker_without_the_right_runs_its_timers(tmp_path: Path) -> Non
             "field", config=write_mars_config(tmp_path / "config.yaml", server.url, user="worker", password="worker")
         )
 
-        @app.every("1s")
+        @app.every("1s", singleton=False)
         async def look(tick: Tick) -> None:
             ticks.append(tick)
             if len(ticks) == 6:

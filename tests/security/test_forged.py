@@ -56,7 +56,7 @@ async def test_a_worker_goes_on_after_all_of_its_state_was_forged_and_tells_of_e
             if notification.identifier["class"] == "bad":
                 raise ValueError("as asked for")
 
-        @app.every("1s", leader=True)
+        @app.every("1s", singleton=True)
         async def tick() -> None:
             pass
 

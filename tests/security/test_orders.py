@@ -48,11 +48,11 @@ class Site:
             if notification.attempt == 1:
                 raise ValueError("no such field")
 
-        @app.every("1s")
+        @app.every("1s", singleton=False)
         async def look(tick: Tick) -> None:
             self.looked.append(tick)
 
-        @app.every("1h")
+        @app.every("1h", singleton=False)
         async def report(tick: Tick) -> None:
             self.reported.append(tick)
 

@@ -76,7 +76,7 @@ def an_app(config: Path) -> App:
     async def daily(window: Window[int]) -> None:
         pass
 
-    @app.every("1s", leader=True)
+    @app.every("1s", singleton=True)
     async def tick() -> None:
         pass
 

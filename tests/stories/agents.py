@@ -149,7 +149,7 @@ def hang(notification: Notification[Deed]) -> None:
     time.sleep(notification.payload.seconds)
 
 
-@ticking.every("1s", leader=True)
+@ticking.every("1s", singleton=True)
 async def tick(tick: Tick) -> None:
     _write("tick", int(tick.time.timestamp()))
 
@@ -201,7 +201,7 @@ async def show(notification: Notification[Deed]) -> None:
 async def count_shown(window: Window[int]) -> None: ...
 
 
-@shown.every("1s")
+@shown.every("1s", singleton=False)
 async def look() -> None: ...
 
 

@@ -255,7 +255,7 @@ async def shielded():
 """
 WAITING = {
     "timer": """
-@app.every("1s")
+@app.every("1s", singleton=False)
 async def tick() -> None:
     print("begun", flush=True)
     await shielded()  # here

@@ -97,7 +97,7 @@ def app(tmp_path: Any, runs: dict[str, Any]) -> App:
     @app.agent("mars")
     async def index(notification: Notification[Any]) -> None: ...
 
-    @app.every("5m")
+    @app.every("5m", singleton=False)
     async def tidy() -> None: ...
 
     return app

@@ -69,13 +69,13 @@ async def cache() -> AsyncIterator[Cache]:
     yield Cache()
 
 
-@app.every("30s", leader=True)
+@app.every("30s", singleton=True)
 async def tidy(tick: Tick, cache: Cache) -> None:
     assert_type(tick.token, int | None)
     await seen.put("last", cache.size)
 
 
-@app.cron("0 6 * * mon", timezone="Europe/Berlin", catch_up=True)
+@app.cron("0 6 * * mon", timezone="Europe/Berlin", catch_up=True, singleton=False)
 async def report() -> None:
     await app.notify_many([Notify("reports", {"day": 1})])
 

@@ -69,7 +69,7 @@ def due_before(now: datetime) -> Iterator[datetime]:
     return (start for start in starts if now - WATCHED < start + DUE <= now)
 
 
-@app.every("1m", leader=True)
+@app.every("1m", singleton=True)
 async def tell_late(tick: Tick) -> None:
     """Announce each cycle of which a step was not stored when it was due."""
     for start in due_before(tick.time):
@@ -85,7 +85,7 @@ async def tell_late(tick: Tick) -> None:
             await cycles.update(name_of(start), lambda cycle: replace(cycle, told_late=True))
 
 
-@app.every("1h", leader=True)
+@app.every("1h", singleton=True)
 async def forget(tick: Tick) -> None:
     for name in await cycles.items():
         if name < name_of(tick.time - KEPT):

@@ -56,7 +56,7 @@ async def count(notification: Notification[Field], session: AsyncConnection) -> 
     await session.execute(INTO_OUTBOX, (name, *total))
 
 
-@app.every("1s")
+@app.every("1s", singleton=False)
 async def relay(session: AsyncConnection) -> None:
     """Publish what is in the outbox, unless the stream has it. One worker at a time locks the row of `relayed`."""
     locked = await session.execute("select sequence from relayed for update skip locked")
@@ -80,7 +80,7 @@ async def relay(session: AsyncConnection) -> None:
     await session.execute("update relayed set sequence = %s", (last,))
 
 
-@app.every("1h")
+@app.every("1h", singleton=False)
 async def forget(session: AsyncConnection) -> None:
     """Remove from the inbox what the stream does not keep any more either: see its retention_time."""
     await session.execute("delete from inbox where stored < now() - interval '31 days'")

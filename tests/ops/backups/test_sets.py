@@ -196,7 +196,7 @@ def ticking(config: Path) -> tuple[App, list[datetime]]:
     """An app whose leader runs a tick every second, and makes up for those that were missed."""
     app, ran = App("field", config=config), list[datetime]()
 
-    @app.every("1s", leader=True, catch_up=True)
+    @app.every("1s", singleton=True, catch_up=True)
     async def note(tick: Tick) -> None:
         ran.append(tick.time)
 

@@ -51,7 +51,7 @@ async def index(notification: Notification) -> None:
     print("handled", flush=True)
 
 
-@app.every("1h")
+@app.every("1h", singleton=False)
 async def tidy(tick: Tick) -> None: ...
 """
 DERIVES = """
@@ -94,7 +94,7 @@ from aviso_workers import App, Tick
 app = App("field")
 
 
-@app.every("1s")
+@app.every("1s", singleton=False)
 async def fails(tick: Tick) -> None:
     if not Path("repaired").exists():
         print("failing", flush=True)
