@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aviso_workers.declare.dependencies import Dependency, Unavailable
     from aviso_workers.declare.limits import Rate, Slots
     from aviso_workers.declare.retry import RetryPolicy
-    from aviso_workers.declare.tables import DELETE, Change, Counter, Delete, Table
+    from aviso_workers.declare.tables import Change, Counter, Delete, Table
     from aviso_workers.declare.timers import Tick, Timer
     from aviso_workers.declare.verdicts import Ack, GivenUp, Reject, Retry
     from aviso_workers.declare.windows import Window, Windowing
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from aviso_workers.version import __version__
 
 __all__ = [
-    "DELETE",
     "Ack",
     "Agent",
     "App",
@@ -62,7 +61,7 @@ _PLACES = {
     "declare.dependencies": ("Dependency", "Unavailable"),
     "declare.limits": ("Rate", "Slots"),
     "declare.retry": ("RetryPolicy",),
-    "declare.tables": ("DELETE", "Change", "Counter", "Delete", "Table"),
+    "declare.tables": ("Change", "Counter", "Delete", "Table"),
     "declare.timers": ("Tick", "Timer"),
     "declare.verdicts": ("Ack", "GivenUp", "Reject", "Retry"),
     "declare.windows": ("Window", "Windowing"),
@@ -78,6 +77,7 @@ _OLD = {
     "Breaker": "app.dependency(...)",
     "CircuitBreaker": "app.dependency(...)",
     "Limit": 'Rate(100, per="1m") or Slots(1)',
+    "DELETE": "Delete()",
 }
 """What to say in place of a name that was here before."""
 

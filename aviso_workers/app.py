@@ -399,16 +399,15 @@ class App(Router[S]):
         *,
         message_id: str | None = None,
         ttl: AnyDuration | None = None,
-        deliver_at: datetime | None = None,
-        deliver_after: AnyDuration | None = None,
+        due: datetime | AnyDuration | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Receipt:
         """Publish one notification and wait until it is stored, or until it is kept for later.
 
         With a `message_id` of your own, a repeat within the stream's duplicate window (2 minutes unless configured)
         is recognised and stored once. With a `ttl`, the stream forgets it after that time: see
-        `Notify.ttl`. With `deliver_at`, a datetime with a time zone, or `deliver_after`, a time from now, it waits on
-        the server until then, and a worker of any app stores it. A duration is a number of seconds, a text such as
+        `Notify.ttl`. When it is `due` at a datetime with a time zone, or after a time from now, it waits on the
+        server until then, and a worker of any app stores it. A duration is a number of seconds, a text such as
         `10m`, or a timedelta. One that waits can be cancelled, and gives way to another
         that is to be delivered later under its message id. `headers` are those of its message: see `Notify.headers`.
 
@@ -422,8 +421,7 @@ class App(Router[S]):
             payload,
             message_id=message_id,
             ttl=ttl,
-            deliver_at=deliver_at,
-            deliver_after=deliver_after,
+            due=due,
             headers=headers,
         )
         return await self.session.publisher.notify(wanted)

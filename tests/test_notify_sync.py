@@ -150,7 +150,7 @@ def test_many_threads_publish_at_once_over_one_connection(app: App, nats_server:
 def test_a_message_id_is_stored_once_and_what_is_given_is_what_notify_takes(app: App) -> None:
     first = app.sync(app.notify, "mars", {"class": "od", "step": 1}, {"n": 1}, message_id="one", headers={"A": "b"})
     second = app.sync(app.notify, "mars", {"class": "od", "step": 2}, message_id="one")
-    later = app.sync(app.notify, "mars", {"class": "od", "step": 3}, deliver_after=3600, message_id="later")
+    later = app.sync(app.notify, "mars", {"class": "od", "step": 3}, due=3600, message_id="later")
     assert (second.sequence, second.duplicate) == (first.sequence, True)
     assert later.message_id == "later"
     assert stored(app) == [1]

@@ -516,7 +516,7 @@ class TestUnsettled:
     async def test_a_delayed_notification_is_told_with_its_reason(self, app: App, server: str | None) -> None:
         @app.agent("mars")
         async def remind(notification: Notification[Any]) -> Notify:
-            return Notify("mars", {**notification.identifier, "step": 2}, ttl=60, deliver_after=0.1)
+            return Notify("mars", {**notification.identifier, "step": 2}, ttl=60, due=0.1)
 
         async with harness(app, server=server) as t:
             await notify(t, 1)
@@ -681,7 +681,7 @@ class TestInVirtualTime:
     async def test_it_begins_now_so_that_what_code_computes_from_now_is_due_in_time(self, app: App) -> None:
         @app.agent("mars")
         async def remind(notification: Notification[Any]) -> Notify:
-            return Notify("derived", notification.identifier, deliver_at=datetime.now(UTC) + timedelta(minutes=5))
+            return Notify("derived", notification.identifier, due=datetime.now(UTC) + timedelta(minutes=5))
 
         @app.agent("derived")
         async def reminded(notification: Notification[Any]) -> None: ...

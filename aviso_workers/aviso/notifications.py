@@ -96,12 +96,10 @@ class _Sending(Struct, frozen=True, kw_only=True):
     """The time after which the stream forgets it, if its own limits have not made it before: whole seconds, at least 1,
     a text such as `1h`, or a timedelta. It needs nats-server 2.11 and a stream with `allow_msg_ttl`. Of one that is
     delivered later it begins then."""
-    deliver_at: datetime | None = None
-    """When it is to be stored, with a time zone; what is past means at once. It needs nats-server 2.12, and a worker
-    of any app at that time."""
-    deliver_after: AnyDuration | None = None
-    """The same, as a time from now: seconds, a text such as `10m`, or a timedelta. Both count by the clock of the
-    server, not by that of the publisher."""
+    due: datetime | AnyDuration | None = None
+    """When it is to be stored: a datetime with a time zone, or a time from now as seconds, a text such as `10m`, or a
+    timedelta. What is past means at once. Both count by the clock of the server, not by that of the publisher. It needs
+    nats-server 2.12, and a worker of any app at that time."""
     headers: Mapping[str, str] | None = None
     """Headers of its message, for other programs to read. Names that begin with `Aviso-`, `Nats-` or `spatial_` have a
     meaning already and are refused. A value is printable text without spaces at its ends."""

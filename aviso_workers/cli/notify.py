@@ -66,12 +66,13 @@ def notify(
             anyio.run(_notify_lines, lines, config)
         return
     assert event is not None
+    if at is not None and after is not None:
+        raise InvalidNotificationError("say --at or --after, and not both")
     wanted = Notify(
         event,
         parse_pairs(identifier or []),
         parse_payload(payload),
-        deliver_at=None if at is None else parse_date(at, name="--at"),
-        deliver_after=None if after is None else parse_duration(after, name="--after"),
+        due=parse_duration(after, name="--after") if after is not None else at and parse_date(at, name="--at"),
     )
     anyio.run(_notify_one, wanted, config)
 

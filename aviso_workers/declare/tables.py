@@ -15,8 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
 from contextvars import ContextVar
 from datetime import datetime
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakValueDictionary
 
 import anyio
@@ -54,18 +53,21 @@ LONGEST_WAIT_SECONDS = 0.5
 """After a conflict with another process an update waits for a random time before it is tried again, at most so long."""
 
 
-class Delete(Enum):
-    """The type of `DELETE`, for the annotation of a function that `Table.update` calls."""
-
-    DELETE = object()  # which is not JSON, so that it cannot be stored by mistake
+class Delete:
     """Returned by a function that `Table.update` calls: delete the key."""
 
+    # Neither a Struct nor an Enum, so that it is no JSON and cannot be stored by mistake.
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Delete)
+
+    def __hash__(self) -> int:
+        return hash(Delete)
+
     def __repr__(self) -> str:
-        return self.name
+        return "Delete()"
 
 
-DELETE: Final = Delete.DELETE
-"""Returned by a function that `Table.update` calls: delete the key."""
 D = TypeVar("D", bound=Delete)
 
 
@@ -217,7 +219,7 @@ class Table(Generic[T]):
     ) -> Any:
         """Store the value that `change` returns for the present value (or the default), and return it.
 
-        Where `change` returns `DELETE`, the key is deleted, and `DELETE` is returned. None is not a value: for a
+        Where `change` returns `Delete()`, the key is deleted, and `Delete()` is returned. None is not a value: for a
         function that changes a list in place and returns nothing, this raises `DeclarationError`, and the key stays as
         it is.
 
@@ -290,7 +292,7 @@ class Table(Generic[T]):
         """Store the value of a key with what was applied to it, if nobody has changed the entry."""
         revision = entry.revision if entry else 0
         headers = {APPLIED: applied} if applied else None
-        if value is not DELETE:
+        if not isinstance(value, Delete):
             data = self._encode(value)
             await bucket.put(spelled, data, revision=revision, headers=headers, ttl_seconds=ttl_seconds)
         elif applied:
@@ -353,7 +355,7 @@ class Table(Generic[T]):
         if value is None:
             raise DeclarationError(
                 f"table {self.name!r}: the function of update returned None, as `list.append` does: let it return the "
-                "new value, or DELETE where the key is to be deleted"
+                "new value, or Delete() where the key is to be deleted"
             )
         if inspect.iscoroutine(value):
             value.close()
@@ -364,9 +366,9 @@ class Table(Generic[T]):
     def _encode(self, value: Any) -> bytes:
         if value is None:
             raise DeclarationError(f"table {self.name!r}: None is not a value: delete the key instead")
-        if value is DELETE:
+        if isinstance(value, Delete):
             raise DeclarationError(
-                f"table {self.name!r}: DELETE is what a function of update returns: `await table.delete(key)` instead"
+                f"table {self.name!r}: Delete() is what a function of update returns: `await table.delete(key)` instead"
             )
         try:
             data = payloads.to_json(value)

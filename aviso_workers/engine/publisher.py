@@ -270,8 +270,7 @@ class Publisher:
         """Return a notification that `_schedule` is to look at. Raises as `_checked` does."""
         delayed_messages.due_of(wanted, now=datetime.now(UTC))
         delayed_messages.require_server(self._backend)
-        when = f"{wanted.deliver_at} {wanted.deliver_after}"
-        message_id = wanted.message_id or self._message_id(message, when=when)
+        message_id = wanted.message_id or self._message_id(message, when=f"{wanted.due}")
         return structs.replace(self._ready(wanted.event_type, spec, message, message_id), later=wanted)
 
     async def _schedule(self, later: Sequence[_Prepared]) -> None:

@@ -70,7 +70,7 @@ def is_served(backend: Backend) -> bool:
 
 def is_later(wanted: Notify) -> bool:
     """Return whether it says when it is to be delivered."""
-    return wanted.deliver_at is not None or wanted.deliver_after is not None
+    return wanted.due is not None
 
 
 def due_of(wanted: Notify, *, now: datetime) -> datetime:
@@ -88,19 +88,17 @@ def due_of(wanted: Notify, *, now: datetime) -> datetime:
 
 
 def _due(wanted: Notify, *, now: datetime) -> datetime:
-    at, after, name = wanted.deliver_at, wanted.deliver_after, wanted.event_type
-    if at is not None and after is not None:
-        raise InvalidNotificationError(f"{name}: give it deliver_at or deliver_after, and not both")
-    if at is None:
+    if isinstance(wanted.due, datetime):
+        if wanted.due.tzinfo:
+            return wanted.due.astimezone(UTC)
+    else:
         with suppress(ValueError):
-            if (seconds := literals.seconds_of(after)) >= 0:
+            if (seconds := literals.seconds_of(wanted.due)) >= 0:
                 return now + timedelta(seconds=seconds)
-        raise InvalidNotificationError(
-            f'{name}: deliver_after must be a duration from 0 seconds, such as 600 or "10m", found {after!r:.100}'
-        )
-    if not (isinstance(at, datetime) and at.tzinfo):
-        raise InvalidNotificationError(f"{name}: deliver_at must be a datetime with a time zone, found {at!r}")
-    return at.astimezone(UTC)
+    raise InvalidNotificationError(
+        f"{wanted.event_type}: due must be a datetime with a time zone, or a duration from 0 seconds, such as 600 or "
+        f'"10m", found {wanted.due!r:.100}'
+    )
 
 
 def waiting(stream: str, message_id: str) -> str:

@@ -240,7 +240,7 @@ async def _at_work(app: App) -> AsyncIterator[None]:
 async def _store(app: App, count: int, *, delayed: bool) -> None:
     after = 1.0 if delayed else None
     await app.notify_many(
-        [Notify(EVENT, {"lane": number % KEYS, "number": number}, {}, deliver_after=after) for number in range(count)]
+        [Notify(EVENT, {"lane": number % KEYS, "number": number}, {}, due=after) for number in range(count)]
     )
 
 

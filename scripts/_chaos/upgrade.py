@@ -217,7 +217,7 @@ async def _not_whole(admin: Admin) -> str:
 
 async def _later(app: App, version: str) -> None:
     number = FIRST_LATER + int(version.split(".")[1])
-    await app.notify(EVENT, {"lane": 999, "number": number}, "later", deliver_after=1)
+    await app.notify(EVENT, {"lane": 999, "number": number}, "later", due=1)
 
 
 async def _said(doing: Any) -> str:
@@ -282,7 +282,7 @@ def _judged(ledger: Ledger, dead_letters: set[int], kept: set[int], tried: dict[
         "in the table": len(kept),
         "ticks": len(ledger.ticks),
         "longest pause, seconds": round(ledger.longest_pause_seconds, 1),
-        **{f"deliver_after, {when}": said for when, said in tried.items()},
+        **{f"due, {when}": said for when, said in tried.items()},
     }
     return Result(figures=figures, problems=problems)
 

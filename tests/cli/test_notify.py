@@ -89,7 +89,7 @@ def test_it_may_be_delivered_later(run: Run, config: Path, payloads: Callable[[]
         (("mars", "class=od", "step=6", "--at", "noon"), "--at must be a date with a time such as"),
         (
             ("mars", "class=od", "step=6", "--at", "2030-01-01T00:00:00Z", "--after", "1h"),
-            "mars: give it deliver_at or deliver_after, and not both",
+            "say --at or --after, and not both",
         ),
         (("mars", "class"), "'class' is not key=value"),
         (("mars", "=od"), "'=od' is not key=value"),

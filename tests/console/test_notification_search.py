@@ -30,7 +30,7 @@ async def test_the_newest_with_the_values_are_listed_and_lead_to_what_became_of_
 
 
 async def test_what_is_to_be_stored_later_is_listed_and_says_when(console: Served, app: App, running: Harness) -> None:
-    await app.notify("mars", mars(step=9), {}, deliver_at=datetime(2040, 1, 2, 12, tzinfo=UTC), message_id="forecast-9")
+    await app.notify("mars", mars(step=9), {}, due=datetime(2040, 1, 2, 12, tzinfo=UTC), message_id="forecast-9")
     async with console.client() as client:
         page = await shown(client, "/notification?name=mars+step%3D9", "To be stored later", "2040-01-02T12:00:00Z")
         assert "No stored notification has these values." in page

@@ -67,9 +67,9 @@ async def until_nothing_waits(t: Harness) -> None:
 
 async def test_it_is_stored_when_it_is_due_and_not_before(app: App, t: Harness) -> None:
     due = now(t) + timedelta(seconds=NOT_YET_SECONDS)
-    receipt = await app.notify("plain", {"a": 1, "b": "x"}, {"n": 1}, deliver_at=due, message_id="mine")
+    receipt = await app.notify("plain", {"a": 1, "b": "x"}, {"n": 1}, due=due, message_id="mine")
     assert (receipt.stream, receipt.sequence, receipt.message_id, receipt.due) == ("PLAIN", 0, "mine", due)
-    await app.notify("plain", {"a": 2, "b": "x"}, deliver_after=3600)
+    await app.notify("plain", {"a": 2, "b": "x"}, due=3600)
     assert delivered(t) == []
     await until_delivered(t, "1")
     [found] = [one async for one in app.replay("plain")]
@@ -89,17 +89,17 @@ async def test_the_time_of_the_server_counts_and_not_that_of_the_publisher(
         return structs.replace(info, time=info.time + skew)
 
     monkeypatch.setattr(backend, "stream_info", ahead)
-    waits = await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=600)
+    waits = await app.notify("plain", {"a": 1, "b": "x"}, due=600)
     assert waits.due is not None
     assert timedelta() <= waits.due - (now(t) + skew + timedelta(seconds=600 - PATIENCE_SECONDS))
-    past = await app.notify("plain", {"a": 2, "b": "x"}, deliver_at=now(t) + skew / 2)
+    past = await app.notify("plain", {"a": 2, "b": "x"}, due=now(t) + skew / 2)
     assert (past.due, past.sequence) == (None, 1)
 
 
 async def test_it_waits_also_where_the_stream_of_what_waits_was_deleted_meanwhile(app: App, t: Harness) -> None:
-    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=3600)
+    await app.notify("plain", {"a": 1, "b": "x"}, due=3600)
     await app.session.admin.delete_stream(DELAYED)
-    again = await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=3600, message_id="mine")
+    again = await app.notify("plain", {"a": 1, "b": "x"}, due=3600, message_id="mine")
     assert again.due is not None
     assert await app.cancel("plain", "mine")
 
@@ -112,7 +112,7 @@ async def test_an_agent_sees_it(app: App, url: str | None) -> None:
         seen.append(notification.payload)
 
     async with harness(app, server=url) as t:
-        await app.notify("plain", {"a": 1, "b": "x"}, "later", deliver_after=NOT_YET_SECONDS)
+        await app.notify("plain", {"a": 1, "b": "x"}, "later", due=NOT_YET_SECONDS)
         await t.settle()
         assert seen == []
         await until_delivered(t, "1")
@@ -121,16 +121,16 @@ async def test_an_agent_sees_it(app: App, url: str | None) -> None:
 
 
 async def test_what_is_past_is_stored_at_once(app: App, t: Harness) -> None:
-    past = await app.notify("plain", {"a": 1, "b": "x"}, deliver_at=now(t) - timedelta(days=1))
-    at_once = await app.notify("plain", {"a": 2, "b": "x"}, deliver_after=0)
+    past = await app.notify("plain", {"a": 1, "b": "x"}, due=now(t) - timedelta(days=1))
+    at_once = await app.notify("plain", {"a": 2, "b": "x"}, due=0)
     assert [(one.sequence, one.due) for one in (past, at_once)] == [(1, None), (2, None)]
     assert delivered(t) == ["1", "2"]
 
 
 async def test_under_its_message_id_it_takes_its_own_place(app: App, t: Harness) -> None:
-    await app.notify("mars", mars(), {}, deliver_after=1, message_id="mine")
-    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=LATER_SECONDS, message_id="mine")
-    await app.notify("plain", {"a": 2, "b": "x"}, deliver_after=1, message_id="mine")
+    await app.notify("mars", mars(), {}, due=1, message_id="mine")
+    await app.notify("plain", {"a": 1, "b": "x"}, due=LATER_SECONDS, message_id="mine")
+    await app.notify("plain", {"a": 2, "b": "x"}, due=1, message_id="mine")
     await until_delivered(t, "2")
     await until_nothing_waits(t)
     assert delivered(t) == ["2"]
@@ -138,11 +138,11 @@ async def test_under_its_message_id_it_takes_its_own_place(app: App, t: Harness)
 
 
 async def test_one_that_is_cancelled_is_never_stored(app: App, t: Harness) -> None:
-    receipt = await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=LATER_SECONDS)
-    await app.notify("plain", {"a": 2, "b": "x"}, deliver_after=LATER_SECONDS, message_id="mine")
+    receipt = await app.notify("plain", {"a": 1, "b": "x"}, due=LATER_SECONDS)
+    await app.notify("plain", {"a": 2, "b": "x"}, due=LATER_SECONDS, message_id="mine")
     assert await app.cancel("plain", receipt.message_id)
     assert await app.cancel("plain", "mine")
-    await app.notify("plain", {"a": 3, "b": "x"}, deliver_after=1, message_id="mine")
+    await app.notify("plain", {"a": 3, "b": "x"}, due=1, message_id="mine")
     await until_delivered(t, "3")
     await until_nothing_waits(t)
     assert delivered(t) == ["3"]
@@ -162,7 +162,7 @@ async def test_what_becomes_due_while_nobody_works_is_brought_by_the_next_worker
     if kind == "in_memory":
         pytest.skip("another process would have streams of its own")
     async with app:
-        await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.1)
+        await app.notify("plain", {"a": 1, "b": "x"}, due=0.1)
         await anyio.sleep(1)
         assert [one async for one in app.replay("plain")] == []
     async with App("another", config=app_config(kind, nats_url)) as another:
@@ -177,7 +177,7 @@ async def test_what_becomes_due_while_nobody_works_is_brought_by_the_next_worker
 
 
 async def test_many_may_be_delivered_at_once_and_later(app: App, t: Harness) -> None:
-    wanted = [plain(number, deliver_after=NOT_YET_SECONDS if number % 2 else None) for number in range(40)]
+    wanted = [plain(number, due=NOT_YET_SECONDS if number % 2 else None) for number in range(40)]
     assert await app.notify_many(wanted) == 40
     assert delivered(t) == [str(number) for number in range(0, 40, 2)]
     with anyio.move_on_after(PATIENCE_SECONDS):
@@ -194,8 +194,8 @@ async def test_a_handler_that_is_run_again_has_each_stored_once(app: App, url: s
     @app.agent("mars", retry=TWICE)
     async def remind(notification: Notification[Any]) -> list[Notify]:
         runs.append(1)
-        again = [plain("same", deliver_after=seconds) for seconds in (NOT_YET_SECONDS, NOT_YET_SECONDS + 0.5, None)]
-        await app.notify("plain", {"a": "hand", "b": "x"}, deliver_after=NOT_YET_SECONDS)
+        again = [plain("same", due=seconds) for seconds in (NOT_YET_SECONDS, NOT_YET_SECONDS + 0.5, None)]
+        await app.notify("plain", {"a": "hand", "b": "x"}, due=NOT_YET_SECONDS)
         if len(runs) == 1:
             await app.notify_many(again)
             raise ValueError
@@ -213,7 +213,7 @@ async def test_a_handler_that_is_run_again_has_each_stored_once(app: App, url: s
 async def test_it_is_what_it_would_be_if_it_were_published_then(app: App, t: Harness) -> None:
     square = "(0,0,0,1,1,1,1,0,0,0)"
     for later, day in ((None, 1), (0.5, 2)):
-        await app.notify("area", {"date": f"2026-11-2{day}", "polygon": square}, {"n": 1}, deliver_after=later)
+        await app.notify("area", {"date": f"2026-11-2{day}", "polygon": square}, {"n": 1}, due=later)
     with anyio.move_on_after(PATIENCE_SECONDS):
         while len(t.published) < 2:
             await t.advance(0.1)
@@ -226,15 +226,15 @@ async def test_its_time_to_live_begins_when_it_is_delivered(app: App, t: Harness
     await app.notify("plain", {"a": 0, "b": "x"})
     backend = app.session.backend
     await backend.update_stream({**(await backend.stream_info("PLAIN")).config, "allow_msg_ttl": True})
-    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1, ttl=3600)
+    await app.notify("plain", {"a": 1, "b": "x"}, due=1, ttl=3600)
     await until_delivered(t, "0", "1")
     assert [one.headers.get("Nats-TTL") async for one in app.replay("plain")] == [None, "3600s"]
 
 
 async def test_what_its_stream_refuses_is_kept_until_it_takes_it(app: App, t: Harness) -> None:
     await app.notify("plain", {"a": 0, "b": "x"})
-    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5, ttl=3600)  # the stream's allow_msg_ttl is off
-    await app.notify("plain", {"a": 2, "b": "x"}, deliver_after=0.5)
+    await app.notify("plain", {"a": 1, "b": "x"}, due=0.5, ttl=3600)  # the stream's allow_msg_ttl is off
+    await app.notify("plain", {"a": 2, "b": "x"}, due=0.5)
     await until_delivered(t, "0", "2")
     backend = app.session.backend
     await backend.update_stream({**(await backend.stream_info("PLAIN")).config, "allow_msg_ttl": True})
@@ -265,7 +265,7 @@ async def test_one_that_comes_again_after_the_duplicate_window_is_stored_once(
         return ack
 
     monkeypatch.setattr(type(app.session.admin), "publish", publish_and_die)
-    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
+    await app.notify("plain", {"a": 1, "b": "x"}, due=0.5)
     await t.advance(6)
     assert delivered(t) == ["0", "1"]
 
@@ -280,7 +280,7 @@ async def test_one_that_may_not_be_removed_is_stored_once(
     for backend in (InMemoryBackend, JetStreamBackend):
         monkeypatch.setattr(backend, "delete_message", deny)
     await remember_ids_for_a_moment(app)
-    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
+    await app.notify("plain", {"a": 1, "b": "x"}, due=0.5)
     await t.advance(6)
     assert delivered(t) == ["0", "1"]
 
@@ -289,7 +289,7 @@ async def test_one_that_may_not_be_removed_is_stored_once(
     ("subject", "stream"), [("", ""), ("$JS.API.STREAM.DELETE.PLAIN", "$JS"), ("plain.x.y", "MARS"), ("", "PLAIN")]
 )
 async def test_what_somebody_else_has_put_there_is_not_obeyed(app: App, t: Harness, subject: str, stream: str) -> None:
-    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=0.5)
+    await app.notify("plain", {"a": 1, "b": "x"}, due=0.5)
     headers = {"Aviso-Subject": subject, "Aviso-Stream": stream, "Aviso-Message-Id": "1", "Aviso-Event-Type": "plain"}
     foreign = Message(subject=delayed_messages.due_subject("PLAIN"), data=b"", headers=headers if stream else {})
     await app.session.backend.publish(foreign, message_id="1", stream=DELAYED, timeout_seconds=PATIENCE_SECONDS)
@@ -299,15 +299,14 @@ async def test_what_somebody_else_has_put_there_is_not_obeyed(app: App, t: Harne
 @pytest.mark.parametrize(
     ("stated", "problem"),
     [
-        ({"deliver_after": -1}, "plain: deliver_after must be a duration from 0 seconds, .* found -1"),
-        ({"deliver_after": "10"}, "must be a duration from 0 seconds, .* found '10'"),
-        ({"deliver_after": float("nan")}, "found nan"),
-        ({"deliver_after": 1e15}, "it cannot be delivered that late"),
-        ({"deliver_at": datetime(2262, 1, 1, tzinfo=UTC)}, "it cannot be delivered in 2262: servers count nanoseconds"),
-        ({"deliver_at": datetime.max.replace(tzinfo=UTC)}, "it cannot be delivered in 9999"),
-        ({"deliver_at": datetime(2030, 1, 1)}, "deliver_at must be a datetime with a time zone, found"),
-        ({"deliver_at": "2030-01-01T00:00:00Z"}, "deliver_at must be a datetime with a time zone, found"),
-        ({"deliver_at": datetime.now(UTC), "deliver_after": 1}, "deliver_at or deliver_after, and not both"),
+        ({"due": -1}, "plain: due must be a datetime with a time zone, or a duration from 0 seconds, .* found -1"),
+        ({"due": "10"}, "or a duration from 0 seconds, .* found '10'"),
+        ({"due": float("nan")}, "found nan"),
+        ({"due": 1e15}, "it cannot be delivered that late"),
+        ({"due": datetime(2262, 1, 1, tzinfo=UTC)}, "it cannot be delivered in 2262: servers count nanoseconds"),
+        ({"due": datetime.max.replace(tzinfo=UTC)}, "it cannot be delivered in 9999"),
+        ({"due": datetime(2030, 1, 1)}, "due must be a datetime with a time zone, .* found"),
+        ({"due": "2030-01-01T00:00:00Z"}, "due must be a datetime with a time zone, .* found"),
     ],
 )
 async def test_a_time_that_is_none_is_refused(app: App, stated: dict[str, Any], problem: str) -> None:
@@ -319,7 +318,7 @@ async def test_a_time_that_is_none_is_refused(app: App, stated: dict[str, Any], 
 async def test_what_is_stored_together_cannot_be_delivered_later(app: App) -> None:
     async with app:
         with pytest.raises(InvalidNotificationError, match="publish one by one what is to be delivered later"):
-            await app.notify_together([plain(1), plain(2, deliver_after=1)])
+            await app.notify_together([plain(1), plain(2, due=1)])
 
 
 async def test_an_older_server_is_named_and_its_workers_run_without_it(
@@ -335,6 +334,6 @@ async def test_an_older_server_is_named_and_its_workers_run_without_it(
             with pytest.raises(
                 RefusedError, match=r"to deliver a notification later, nats-server 2.12 or newer is needed"
             ):
-                await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
+                await app.notify("plain", {"a": 1, "b": "x"}, due=1)
             stop.set()
         assert DELAYED not in await app.session.admin.stream_names()

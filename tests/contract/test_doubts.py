@@ -93,7 +93,7 @@ def lose_the_answer(monkeypatch: pytest.MonkeyPatch) -> LoseTheAnswer:
         ("PLAIN", 2, lambda app, *_: app.notify_together([plain(1), plain(2)])),
         ("PLAIN", COUNT, lambda app, *_: app.session.publisher.store_chunk("plain", chunk())),
         ("PLAIN", COUNT, lambda app, *_: app.session.publisher.store_answered("plain", chunk())),
-        (DELAYED, 1, lambda app, *_: app.session.publisher.notify(plain(1, deliver_after=3600))),
+        (DELAYED, 1, lambda app, *_: app.session.publisher.notify(plain(1, due=3600))),
         (COUNTERS, 1, lambda app, seen, hits: hits.add("od")),
         ("KV_contract__table__seen", 1, lambda app, seen, hits: seen.put("od", 1)),
         ("KV_contract__table__seen", 1, lambda app, seen, hits: seen.update("od", lambda _: 1)),
@@ -115,7 +115,7 @@ async def test_a_refusal_after_a_lost_acknowledgement_says_that_it_may_be_stored
     publish: Callable[[App, Table[int | None], Counter], Awaitable[object]],
 ) -> None:
     async with app:
-        await app.notify_many([plain(0), plain(0, deliver_after=3600)])
+        await app.notify_many([plain(0), plain(0, due=3600)])
         await hits.add("rd")
         await seen.put("rd", 1)
         admin = app.session.admin

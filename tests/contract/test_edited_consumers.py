@@ -280,7 +280,7 @@ async def test_a_dead_letter_is_tried_again_with_its_body(worker: Harness, calls
 
 async def test_a_delayed_notification_is_delivered_with_its_body(worker: Harness, calls: Handled) -> None:
     backend = worker.app.session.backend
-    await worker.app.notify("mars", mars(step=0), {"n": 0}, deliver_after=1)
+    await worker.app.notify("mars", mars(step=0), {"n": 0}, due=1)
     await edit(backend, delayed_messages.stream_of("MARS"), delayed_messages.DURABLE, headers_only=True)
     with anyio.fail_after(PATIENCE_SECONDS):
         while not calls:

@@ -266,7 +266,7 @@ async def test_the_dead_letter_of_a_window_that_names_another_key_is_put_back_no
 @pytest.mark.needs_server(2, 12)
 async def test_a_due_notification_that_was_forged_is_published_nowhere(app: App, t: Harness, forge: Forge) -> None:
     async with told(app) as unreadable:
-        await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
+        await app.notify("plain", {"a": 1, "b": "x"}, due=1)
         await forge(app, delayed_messages.due_subject("PLAIN"))
         with anyio.move_on_after(PATIENCE_SECONDS):
             while not (t.published and unreadable):

@@ -72,7 +72,7 @@ async def test_each_try_and_the_dead_letter_that_is_tried_again_have_them(app: A
 
 async def test_what_is_delivered_later_has_them(app: App, url: str | None) -> None:
     async with harness(app, server=url) as t:
-        await app.notify("plain", IDENTIFIER, deliver_after=0.5, headers=HEADERS)
+        await app.notify("plain", IDENTIFIER, due=0.5, headers=HEADERS)
         with anyio.fail_after(PATIENCE_SECONDS):
             while not t.published:
                 await t.advance(0.1)

@@ -73,7 +73,7 @@ async def test_an_operator_gives_a_stream_another_order_when_nothing_has_the_for
         assert await applied(admin, new) == "1 notifications were stored with it: purge the stream"
         await admin.purge_stream("JOB")
         assert await applied(admin, new) == "workers of agent handle of app ordered read the stream: stop them"
-        waits = await old.notify("job", {"id": "b", "step": "0"}, deliver_after=3600)
+        waits = await old.notify("job", {"id": "b", "step": "0"}, due=3600)
         assert await applied(admin, new) == "1 delayed notifications wait for the stream: cancel them"
         assert await old.cancel("job", waits.message_id)
         await t.stop()

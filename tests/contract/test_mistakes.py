@@ -79,6 +79,6 @@ def test_what_cannot_be_declared_is_refused_by_name(app: App, declare: Callable[
 
 
 def test_a_duration_of_a_notification_is_checked_before_it_is_sent(app: App) -> None:
-    app.check(Notify("plain", {"a": 1, "b": "x"}, ttl=timedelta(minutes=1), deliver_after="10m"))
-    with pytest.raises(InvalidNotificationError, match=r"plain: deliver_after must be a duration .*, found 'soon'"):
-        app.check(Notify("plain", {"a": 1, "b": "x"}, deliver_after="soon"))
+    app.check(Notify("plain", {"a": 1, "b": "x"}, ttl=timedelta(minutes=1), due="10m"))
+    with pytest.raises(InvalidNotificationError, match=r"plain: due must be a datetime .*, found 'soon'"):
+        app.check(Notify("plain", {"a": 1, "b": "x"}, due="soon"))

@@ -9,7 +9,7 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from aviso_workers import DELETE, App, Batch, Delete, Notification, Reject, RetryPolicy, Stream, Table
+from aviso_workers import App, Batch, Delete, Notification, Reject, RetryPolicy, Stream, Table
 from aviso_workers.declare.tables import PAGES
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, DeclarationError, OutcomeUnknownError
@@ -170,7 +170,7 @@ async def test_a_key_that_an_update_deletes_remembers(app: App, url: str | None,
     def delete(_: int) -> Delete:
         nonlocal deleted
         deleted += 1
-        return DELETE
+        return Delete()
 
     @app.agent("mars", retry=PROMPT)
     async def count(notification: Notification[Any]) -> None:

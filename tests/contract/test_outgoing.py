@@ -196,10 +196,10 @@ async def test_what_is_delivered_later_is_changed_when_it_is_given(app: App, url
         return replace(notify, payload=len(seen))
 
     async with harness(app, server=url) as t:
-        receipt = await app.notify("plain", {"a": 0, "b": "x"}, deliver_after=3600)
+        receipt = await app.notify("plain", {"a": 0, "b": "x"}, due=3600)
         assert receipt.due is not None
         assert await app.cancel("plain", receipt.message_id)
-        await app.notify("plain", {"a": 0, "b": "x"}, deliver_after="0s")
+        await app.notify("plain", {"a": 0, "b": "x"}, due="0s")
         await t.settle()
         assert seen == ["plain", "plain"]
         assert [one.payload for one in await stored(app)] == [2]

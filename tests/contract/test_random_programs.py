@@ -163,7 +163,7 @@ def make_app(ledger: Ledger, *, real: bool) -> tuple[App, Table[int]]:
         with ledger.running("publishing", notification):
             of = {"of": notification.sequence}
             yield Notify("derived", notification.identifier, of)
-            yield Notify("delayed", notification.identifier, of, deliver_after=2 * first)
+            yield Notify("delayed", notification.identifier, of, due=2 * first)
 
     @app.agent(
         "event",

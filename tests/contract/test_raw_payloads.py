@@ -147,7 +147,7 @@ async def test_what_is_delivered_later_has_it(app: App, url: str | None) -> None
         seen.append(notification.payload)
 
     async with harness(app, server=url) as t:
-        await app.notify("plain", IDENTIFIER, RAW, deliver_after=0.5)
+        await app.notify("plain", IDENTIFIER, RAW, due=0.5)
         await t.advance(2)
         await t.settle()
         assert seen == [RAW]

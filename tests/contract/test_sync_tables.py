@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from aviso_workers import DELETE, App, Counter, Notification, RetryPolicy, Table
+from aviso_workers import App, Counter, Delete, Notification, RetryPolicy, Table
 from aviso_workers.errors import DeclarationError, OutcomeUnknownError
 from aviso_workers.testing import harness
 from tests.contract.settings import mars
@@ -34,7 +34,7 @@ async def test_a_plain_function_reads_and_writes(app: App, url: str | None) -> N
         app.sync(counts.put, "rd", 7)
         found.append(app.sync(counts.items))
         app.sync(counts.delete, "rd")
-        found.append(app.sync(counts.update, "od", lambda _: DELETE))
+        found.append(app.sync(counts.update, "od", lambda _: Delete()))
         found.append(app.sync(counts.items))
         found.append(app.sync(volume.add, "od", 3))
         found.append(app.sync(volume.get, "od"))
@@ -44,7 +44,7 @@ async def test_a_plain_function_reads_and_writes(app: App, url: str | None) -> N
         await t.notify("mars", mars(), {})
         await t.settle()
         assert t.outcomes(index) == ["acked"]
-        assert found == [2, 2, [1, 2], {"od": 2, "rd": 7}, DELETE, {}, 3, 3, {"od": 3}]
+        assert found == [2, 2, [1, 2], {"od": 2, "rd": 7}, Delete(), {}, 3, 3, {"od": 3}]
 
 
 async def test_an_update_from_a_thread_may_expire(app: App, url: str | None) -> None:

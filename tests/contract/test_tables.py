@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import pytest
 
-from aviso_workers import DELETE, App, Change, Table
+from aviso_workers import App, Change, Delete, Table
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.errors import DeclarationError, InvalidKeyError, NotFoundError, RefusedError, UndecodableError
 from aviso_workers.testing import harness
@@ -92,9 +92,9 @@ async def test_an_update_stores_what_the_function_makes_of_the_value(counts: Tab
 
 async def test_an_update_deletes_the_key_where_its_function_says_so(counts: Table[int]) -> None:
     await counts.put("od", 1)
-    assert await counts.update("od", lambda count: DELETE) is DELETE
+    assert await counts.update("od", lambda count: Delete()) == Delete()
     assert await counts.get("od") == 0
-    assert await counts.update("od", lambda count: DELETE) is DELETE
+    assert await counts.update("od", lambda count: Delete()) == Delete()
     assert await counts.update("od", lambda count: count + 5) == 5
 
 
@@ -106,7 +106,7 @@ async def test_an_update_whose_function_forgets_to_return_changes_nothing(app: A
 
     async with app:
         await steps.put("od", [1])
-        with pytest.raises(DeclarationError, match=r"table 'steps': the function of update returned None.* or DELETE"):
+        with pytest.raises(DeclarationError, match=r"the function of update returned None.* or Delete\(\)"):
             await steps.update("od", lambda found: found.append(2))  # type: ignore[arg-type, return-value]
         with pytest.raises(DeclarationError, match="table 'steps': the function of update is async"):
             await steps.update("od", add)  # type: ignore[arg-type]
@@ -273,9 +273,9 @@ async def test_delete_is_never_stored_as_a_value(app: App) -> None:
     async with app:
         for table in (texts, values):
             with pytest.raises(DeclarationError, match=r"`await table\.delete\(key\)` instead"):
-                await table.put("od", DELETE)  # type: ignore[arg-type]
+                await table.put("od", Delete())  # type: ignore[arg-type]
             with pytest.raises(TypeError, match=f"table {table.name!r}: "):
-                await table.put("od", {"a": [DELETE]})  # type: ignore[arg-type]
+                await table.put("od", {"a": [Delete()]})  # type: ignore[arg-type]
             assert await table.get("od") is None
 
 

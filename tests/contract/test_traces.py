@@ -204,7 +204,7 @@ async def test_what_is_delivered_later_keeps_the_trace(app: App, url: str | None
     async def index(notification: Notification[Any]) -> None: ...
 
     async with harness(app, server=url) as t:
-        await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
+        await app.notify("plain", {"a": 1, "b": "x"}, due=1)
         await t.advance(2)
         await t.settle()
         assert t.outcomes("index") == ["acked"]

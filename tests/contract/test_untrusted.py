@@ -105,7 +105,7 @@ async def test_dead_letters_that_are_none_are_left_out(app: App, t: Harness) -> 
 
 
 async def test_what_is_due_and_cannot_be_published_is_left_out(app: App, t: Harness) -> None:
-    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=1)
+    await app.notify("plain", {"a": 1, "b": "x"}, due=1)
     whole = {"Aviso_Stream": "PLAIN", "Aviso_Event_Type": "plain", "Aviso_Message_Id": "forged"}
     schedules, due = delayed_messages.stream_of("PLAIN"), delayed_messages.due_subject("PLAIN")
     subjects = ["plain." + "x" * 5000, "plain.a b", "plain.1.2\x01", "plain.1.", "plain", "plain.*.x", "plain.%zz.x"]
@@ -211,8 +211,8 @@ async def test_odd_records_of_one_app_leave_the_report_on_another_as_it_was(app:
 async def test_who_may_schedule_for_one_stream_has_nothing_published_to_another(
     app: App, t: Harness, stream: str, subject: str
 ) -> None:
-    await app.notify("mars", mars(step="1"), {}, deliver_after=1)
-    await app.notify("plain", {"a": 1, "b": "x"}, deliver_after=2)
+    await app.notify("mars", mars(step="1"), {}, due=1)
+    await app.notify("plain", {"a": 1, "b": "x"}, due=2)
     schedules, target = delayed_messages.stream_of("MARS"), delayed_messages.due_subject("MARS")
     due = datetime.fromtimestamp(t.clock.time_ns() / 1e9, UTC) + timedelta(seconds=1)
     said = {"Aviso_Stream": stream, "Aviso_Subject": subject, "Aviso_Message_Id": "forged", "Aviso_Event_Type": "plain"}

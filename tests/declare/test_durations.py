@@ -51,8 +51,8 @@ TAKEN: dict[str, Callable[[Any], float | None]] = {
     "Retry": lambda given: Retry(given).after,
     "Batch.retry(after=)": lambda given: of_a_batch(given).after,
     "Notify(ttl=)": lambda given: publisher._whole_seconds("mars", Notify("mars", {}, ttl=given).ttl),
-    "Notify(deliver_after=)": lambda given: (
-        delayed_messages.due_of(Notify("mars", {}, deliver_after=given), now=NOON) - NOON
+    "Notify(due=)": lambda given: (
+        delayed_messages.due_of(Notify("mars", {}, due=given), now=NOON) - NOON
     ).total_seconds(),
     "Table.put(ttl=)": lambda given: App("tests").table("t", int)._ttl_seconds(given),
 }

@@ -47,7 +47,7 @@ async def session(backend: FlakyBackend, facts: Facts) -> AsyncGenerator[Session
 async def test_one_that_was_stored_without_an_answer_is_stored_once(
     session: Session, backend: FlakyBackend, facts: Facts, stored: Stored
 ) -> None:
-    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="mine"))
+    await session.publisher.notify(structs.replace(STEP_6, due=60, message_id="mine"))
     backend.failures = ["unanswered"]
     scheduled, brought = await facts.wait_for(Published, 2)
     assert (scheduled.outcome, brought.outcome, brought.attempts) == ("scheduled", "duplicate", 2)
@@ -60,7 +60,7 @@ async def test_one_that_was_stored_by_a_server_whose_clock_is_behind_is_stored_o
 ) -> None:
     """Its stream and the stream of what waits may have their leaders on two servers."""
     monkeypatch.setattr(delayed_delivery, "store_time", lambda message: store_time(message) + SKEW / 2)
-    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="mine"))
+    await session.publisher.notify(structs.replace(STEP_6, due=60, message_id="mine"))
     backend.tries.clear()
     backend.failures = ["unanswered"]
     await facts.wait_for(Published, 2)
@@ -72,16 +72,16 @@ async def test_the_stream_of_what_waits_is_made_anew_where_it_was_deleted(
     backend: FlakyBackend, facts: Facts, stored: Stored
 ) -> None:
     publisher = Session(backend, app="tests", config=config_with(), events=facts.events).publisher
-    await publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    await publisher.notify(structs.replace(STEP_6, due=60))
     await backend.delete_stream(DELAYED)
-    await publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    await publisher.notify(structs.replace(STEP_6, due=60))
     assert len(await stored(DELAYED)) == 1
 
 
 async def test_one_whose_stream_is_away_is_tried_again_more_and_more_rarely(
     session: Session, backend: FlakyBackend, facts: Facts
 ) -> None:
-    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    await session.publisher.notify(structs.replace(STEP_6, due=60))
     backend.failures = ["unavailable"] * 9
     *_, brought = await facts.wait_for(Published, 2)
     assert (brought.outcome, brought.attempts) == ("stored", 10)
@@ -100,7 +100,7 @@ async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_
 
     with monkeypatch.context() as denied:
         denied.setattr(backend, "delete_message", deny)
-        await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+        await session.publisher.notify(structs.replace(STEP_6, due=60))
         [kept] = await facts.wait_for(NotRemoved)
         assert (kept.stream, kept.message_id, kept.error) == (DELAYED, kept.message_id, DENIED)
         await anyio.sleep(1000)  # some duplicate windows
@@ -115,9 +115,9 @@ async def test_one_that_may_not_be_removed_is_stored_once_and_the_missing_right_
 async def test_what_is_not_stored_yet_is_not_removed_with_what_is(
     session: Session, backend: FlakyBackend, facts: Facts, stored: Stored
 ) -> None:
-    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="first"))
+    await session.publisher.notify(structs.replace(STEP_6, due=60, message_id="first"))
     await facts.wait_for(Published, 2)
-    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id="second"))
+    await session.publisher.notify(structs.replace(STEP_6, due=60, message_id="second"))
     backend.failures = ["unavailable"] * 40
     began = anyio.current_time()
     await facts.wait_for(Published, 4)
@@ -128,7 +128,7 @@ async def test_what_is_not_stored_yet_is_not_removed_with_what_is(
 async def test_what_somebody_else_has_put_there_is_kept_for_whoever_looks_for_it(
     session: Session, backend: FlakyBackend, facts: Facts
 ) -> None:
-    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    await session.publisher.notify(structs.replace(STEP_6, due=60))
     foreign = Message(subject=DUE, data=b"")
     await backend.publish(foreign, message_id="1", stream=DELAYED, timeout_seconds=1.0)
     await facts.wait_for(Published, 2)
@@ -148,7 +148,7 @@ async def test_the_stream_of_what_waits_is_made_anew_where_it_is_deleted_between
 
     monkeypatch.setattr(backend, "publish_many", publish_after_a_deletion)
     publisher = Session(backend, app="tests", config=config_with(), events=facts.events).publisher
-    await publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    await publisher.notify(structs.replace(STEP_6, due=60))
     assert len(await stored(DELAYED)) == 1
 
 
@@ -163,7 +163,7 @@ async def test_one_that_comes_for_the_first_time_is_not_looked_for(
         return read(stream, **stated)
 
     monkeypatch.setattr(backend, "read", read_and_note)
-    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    await session.publisher.notify(structs.replace(STEP_6, due=60))
     await facts.wait_for(Published, 2)
     assert "MARS" not in looked_for
 
@@ -176,7 +176,7 @@ async def test_one_under_a_base_that_only_shares_a_stream_with_an_event_type_is_
     foreign = Outgoing(Message(subject="Mars.od.7", data=b"{}"), "theirs", "MARS")
     due = datetime.now(UTC) + timedelta(seconds=60)
     waits = delayed_messages.schedule(foreign, due, event_type="mars", message_id="schedule")
-    await session.publisher.notify(structs.replace(STEP_6, deliver_after=60))
+    await session.publisher.notify(structs.replace(STEP_6, due=60))
     await backend.publish(waits.message, message_id="schedule", stream=waits.stream, timeout_seconds=1.0)
     [unreadable] = await facts.wait_for(Unreadable)
     assert str(unreadable.error) == "Mars.od.7 is not a subject of event type mars"
@@ -197,7 +197,7 @@ async def test_others_are_removed_where_another_worker_was_faster_with_one(
 
     monkeypatch.setattr(backend, "delete_message", delete_unless_gone)
     for number in range(3):
-        await session.publisher.notify(structs.replace(STEP_6, deliver_after=60, message_id=str(number)))
+        await session.publisher.notify(structs.replace(STEP_6, due=60, message_id=str(number)))
     await facts.wait_for(NotRemoved, 3)
     denied.clear()
     await anyio.sleep(delayed_delivery.REMOVE_SECONDS)

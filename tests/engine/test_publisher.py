@@ -203,7 +203,7 @@ async def test_what_may_be_stored_is_not_told_as_refused_by_a_later_attempt(fact
 async def test_a_delayed_notification_that_may_wait_is_not_told_as_refused(facts: Facts) -> None:
     async with FlakyBackend("unanswered", "refused") as backend:
         with pytest.raises(OutcomeUnknownError, match="not here"):
-            await session_on(backend, facts).publisher.notify(structs.replace(STEP_6, deliver_after=60))
+            await session_on(backend, facts).publisher.notify(structs.replace(STEP_6, due=60))
         assert (await backend.stream_info("aviso_workers_schedule__MARS")).messages == 1
 
 

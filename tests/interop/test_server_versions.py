@@ -161,7 +161,7 @@ async def test_a_server_that_says_nothing_of_itself_within_tls_is_taken_for_the_
             async with connected(app):
                 assert (await app.notify("mars", mars(step="1"), {"of": "x" * 500_000})).sequence == 1
                 with pytest.raises(RefusedError, match=r"nats-server 2\.12 or newer is needed; this one is 2\.11"):
-                    await app.notify("mars", mars(step="2"), {}, deliver_after=60)
+                    await app.notify("mars", mars(step="2"), {}, due=60)
 
 
 @pytest.mark.parametrize("version", programs.NATS_SERVERS)

@@ -203,7 +203,7 @@ async def test_a_worker_that_begins_gives_its_own_streams_the_copies_that_are_co
     async with at_work(write_config(url, replicas=3)) as app:
         await become(app, 3)
     async with at_work(write_config(url, replicas=1)) as app:
-        await app.notify("mars", {"class": "od", "step": 2}, deliver_after=0.1)
+        await app.notify("mars", {"class": "od", "step": 2}, due=0.1)
         seen = app.tables["seen"]
         assert isinstance(seen, Counter)
         await seen.add("od", 1)

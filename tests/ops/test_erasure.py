@@ -137,7 +137,7 @@ async def test_copies_are_found_by_what_they_say_of_themselves(place: Place) -> 
 async def test_what_waits_to_be_delivered_is_erased_and_never_comes(place: Place) -> None:
     for klass in ("od", "rd"):
         identifier = {"class": klass, "step": 1}
-        await place.app.notify("mars", identifier, f"secret-of-{klass}-1.", deliver_after=3600)
+        await place.app.notify("mars", identifier, f"secret-of-{klass}-1.", due=3600)
     survey = await Eraser(place.app.session.admin, place.app.config, "mars", where={"class": "od"}).survey()
     assert _found(survey) == {"aviso_workers_schedule__MARS": (1,)}
     left = await place.erase(where={"class": "od"})

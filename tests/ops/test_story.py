@@ -424,8 +424,8 @@ async def test_what_waits_to_be_stored_later_is_found_by_its_values_and_named_by
 
     async with app.running():
         due = datetime.now(UTC) + timedelta(hours=2)
-        await app.notify("mars", mars(step=6), {}, deliver_at=due, message_id="forecast 6")
-        await app.notify("mars", mars(step=7), {}, deliver_at=due, message_id="forecast 7")
+        await app.notify("mars", mars(step=6), {}, due=due, message_id="forecast 6")
+        await app.notify("mars", mars(step=7), {}, due=due, message_id="forecast 7")
         search = await aviso_admin.search(app.session.admin, app.config, "mars step=6")
         (waits,) = search.delayed
         assert (search.count, search.unsure, waits.name, waits.due) == (0, "", "MARS@delayed:forecast 6", due)

@@ -186,11 +186,11 @@ class Site:
                 await notify(app, base, 1)
                 await notify(app, base, 2, fails=True)
                 if self.serves_newer:
-                    await notify(app, base, 3, deliver_at=datetime.now(UTC) + timedelta(seconds=1))
-                    await notify(app, base, 4, deliver_at=datetime.now(UTC) + timedelta(days=1), message_id=name)
+                    await notify(app, base, 3, due=datetime.now(UTC) + timedelta(seconds=1))
+                    await notify(app, base, 4, due=datetime.now(UTC) + timedelta(days=1), message_id=name)
                     await app.cancel(base, name)
                     if name == "b":  # one that still waits
-                        await notify(app, base, 8, deliver_at=datetime.now(UTC) + timedelta(days=1))
+                        await notify(app, base, 8, due=datetime.now(UTC) + timedelta(days=1))
             await until(lambda: self.has_failed(operator, name, 2))
             self.mended.add(name)
             await self.retry(operator, name)

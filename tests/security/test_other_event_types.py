@@ -86,8 +86,8 @@ async def test_what_is_delayed_for_another_event_type_is_neither_removed_nor_wri
     ]
     async with attacking(role, tmp_path) as (app, client):
         for number in range(3):
-            await app.notify("mars", {"class": "od", "step": number}, deliver_after=3600)
-        await app.notify("mars_extra", {"class": "od", "step": 1}, deliver_after=3600, message_id="theirs")
+            await app.notify("mars", {"class": "od", "step": number}, due=3600)
+        await app.notify("mars_extra", {"class": "od", "step": 1}, due=3600, message_id="theirs")
         stop = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(app._work, stop)

@@ -91,13 +91,13 @@ async def publish(configure: Configure) -> None:
 async def publish_with(app: App) -> None:
     await app.notify("mars", {"class": "od", "step": 1}, {"n": 1})
     tomorrow = datetime.now(UTC) + timedelta(days=1)
-    await app.notify("mars", {"class": "od", "step": 1}, {"n": 1}, deliver_at=tomorrow, message_id="later")
+    await app.notify("mars", {"class": "od", "step": 1}, {"n": 1}, due=tomorrow, message_id="later")
     await app.cancel("mars", "later")
 
 
 async def deliver_later(app: App) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=1)
-    await app.notify("mars", {"class": "od", "step": 2}, {"n": 1}, deliver_at=soon)
+    await app.notify("mars", {"class": "od", "step": 2}, {"n": 1}, due=soon)
     await until_messages(app, DELAYED, lambda count: count == 0)
 
 
@@ -124,7 +124,7 @@ async def read_by_each_name(backend: Backend, owner: str, *streams: str) -> None
 
 async def read_by_each_name_of_the_app(app: App) -> None:
     tomorrow = datetime.now(UTC) + timedelta(days=1)
-    await app.notify("mars", {"class": "od", "step": 1}, {"n": 1}, deliver_at=tomorrow, message_id="read")
+    await app.notify("mars", {"class": "od", "step": 1}, {"n": 1}, due=tomorrow, message_id="read")
     await read_by_each_name(app.session.backend, app.name, "MARS", DELAYED)
     await app.cancel("mars", "read")
 

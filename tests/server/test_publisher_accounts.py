@@ -142,11 +142,11 @@ async def test_a_publisher_of_an_account_cancels_what_it_delays_where_the_accoun
     (node,) = start(load(tmp_path, ACCOUNTS))
     async with handling(of_user(tmp_path, node, "worker")):
         async with App("later", config=of_user(tmp_path, node, "later", stream_management="observe")) as app:
-            await app.notify("mars", {"class": "od", "step": 1}, deliver_after="1h", message_id="one")
+            await app.notify("mars", {"class": "od", "step": 1}, due="1h", message_id="one")
             assert await app.cancel("mars", "one")
         async with App("centre", config=of_user(tmp_path, node, "centre", stream_management="observe")) as app:
             with pytest.raises(DeniedError, match="aviso_workers_schedule__MARS"):
-                await app.notify("mars", {"class": "od", "step": 1}, deliver_after="1h")
+                await app.notify("mars", {"class": "od", "step": 1}, due="1h")
 
 
 async def test_two_accounts_with_streams_have_publishers_of_their_own(start: Start, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ async def test_each_is_stored_once_and_in_time_though_the_worker_is_killed(
     async with App("publisher", config=app_config("jetstream", server.url)) as app:
         begin = datetime.now(UTC) + timedelta(seconds=AHEAD_SECONDS)
         due = {str(n): begin + timedelta(seconds=n * SPREAD_SECONDS / COUNT) for n in range(COUNT)}
-        await app.notify_many(Notify("plain", {"a": n, "b": "x"}, deliver_at=time) for n, time in due.items())
+        await app.notify_many(Notify("plain", {"a": n, "b": "x"}, due=time) for n, time in due.items())
 
         lateness: dict[str, timedelta] = {}
         with anyio.move_on_after(AHEAD_SECONDS + SPREAD_SECONDS + PATIENCE_SECONDS):

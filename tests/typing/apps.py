@@ -9,7 +9,6 @@ from typing import Any, assert_type
 import msgspec
 
 from aviso_workers import (
-    DELETE,
     App,
     Change,
     Counter,
@@ -106,7 +105,7 @@ def one_more(number: int) -> int:
 
 
 def less(number: int) -> int | Delete:
-    return number - 1 if number > 1 else DELETE
+    return number - 1 if number > 1 else Delete()
 
 
 def use_tables_in_a_thread() -> None:
@@ -128,7 +127,7 @@ async def use_tables() -> None:
     assert_type(await seen.get("a"), int)
     assert_type(await seen.update("a", one_more), int)
     assert_type(await seen.update("a", lambda number: number + 1), int)
-    assert_type(await seen.update("a", lambda number: number or DELETE, ttl="10m"), int | Delete)
+    assert_type(await seen.update("a", lambda number: number or Delete(), ttl="10m"), int | Delete)
     assert_type(await seen.update("a", less), int | Delete)
     await lists.update("a", lambda found: [*found, "x"])
     await seen.update("a", lambda number: None)  # type: ignore[arg-type, return-value]  # pyright: ignore
@@ -149,7 +148,7 @@ async def use_tables() -> None:
 async def publish() -> None:
     async with app as connected:
         assert_type(connected, App)
-        assert_type(await app.notify("mars", {"class": "od", "step": 6}, {"n": 1}, deliver_after=60), Receipt)
+        assert_type(await app.notify("mars", {"class": "od", "step": 6}, {"n": 1}, due=60), Receipt)
         assert_type(await app.cancel("mars", "mine"), bool)
         assert_type(await app.notify_many(Notify("mars", {"step": number}) for number in range(3)), int)
         assert_type(await app.notify_together([Notify("mars", {"step": 1})], message_id="all"), Receipt)

@@ -61,7 +61,7 @@ class Place:
             working.start_soon(partial(self.app.session.work, self.app, stop, agents=self.app.agents))
             for klass in ("od", "rd"):
                 await self.notify(klass, range(2))
-                await self.notify(klass, [2], deliver_after=3600)
+                await self.notify(klass, [2], due=3600)
             await self.until_stored("aviso_workers_dead_letters__index", 4)
             stop.set()
         bucket = await self.app.session.backend.key_value("index__table__sums")

@@ -175,7 +175,7 @@ async def test_what_waits_to_be_delivered_is_delivered_in_another_account(
     with NatsServer.start(store_dir=tmp_path / "jetstream", config=TWO_ACCOUNTS) as server:
         here = Site(write_config(server.url, user="a", password="x"))
         async with here.app:
-            await here.app.notify("mars", {"class": "od", "step": 1}, {"n": 1}, deliver_after=2.0)
+            await here.app.notify("mars", {"class": "od", "step": 1}, {"n": 1}, due=2.0)
             assert (await here.create_set(tmp_path / "kept")).failures == []
         there = Site(write_config(server.url, user="b", password="x", name="there.yaml"))
         async with there.app:

@@ -225,7 +225,7 @@ def _cure(facts: Facts, stream: str, consumer: str, state: str) -> str:
 
 @declare("JS076", State.FAIL).says(
     "Due notifications are stored in their streams",
-    why="Notifications with a deliver_at in the past wait, because their stream refuses them, or because no running "
+    why="Notifications that are due in the past wait, because their stream refuses them, or because no running "
     "worker has their event type. They are retried without end, and none is lost.",
     cure="Start a worker whose configuration has the event type of {place} (`aviso-workers worker MODULE:APP`). If "
     "one runs, its log says why the stream refuses the notifications (`notification.overdue`).",
