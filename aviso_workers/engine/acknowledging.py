@@ -404,13 +404,13 @@ class Settler:
             refused = await self._writer.store(delivery, verdict, attempts=attempts, error=error)
         if refused is not None:
             return refused
+        is_decided = isinstance(error, SkippedError)  # by a person: it is no failure, and the last one is over
+        if not is_decided:
+            self._last_failures.note("agents", self.agent.name, error)
         if self._on_dead_letter is not None:
             await self._on_dead_letter(delivery.message, verdict.reason, attempts=attempts, error=error)
         delivery.term(verdict.reason)
         self._remove(delivery)
-        is_decided = isinstance(error, SkippedError)  # by a person: it is no failure, and the last one is over
-        if not is_decided:
-            self._last_failures.note("agents", self.agent.name, error)
         self._emit_failed(call, _Outcome("dead_lettered", verdict.reason, error, attempts))
         await self._forget(call, handled=is_decided)
         return None

@@ -61,6 +61,8 @@ MAX_TOGETHER = 1000
 HEADER_ALLOWANCE = 12 * 1024
 """Bytes that headers may take, also those of the dead letter that it may become, with its subject and an error."""
 DIGEST_BYTES = 12
+OF_DEAD_LETTERS = "=on_dead_letter"
+"""Follows the agent's name in what tables remember of the updates of its function of `on_dead_letter`."""
 
 
 def encode(config: Config, wanted: Notify) -> Message:
@@ -552,6 +554,7 @@ class IdempotencyKeys:
 
     def __init__(self, *, app: str, agent: str, stream: str) -> None:
         self.agent = agent
+        """Under whose name tables remember what is updated once: see `begin_dead_letter`."""
         self.stream = stream
         self.updates: set[tuple[str, str, int]] = set()
         """The table and key of each update that was made once in this call, and the sequence of its notification."""
@@ -585,6 +588,15 @@ class IdempotencyKeys:
     def begin_with(self, place: str, *, of: str) -> None:
         """Begin as `begin` does for what is not a message, as a window: `place` is its start, `of` its end and key."""
         self._ids = _Ids(f"{self._prefix}.{place}", f"{place} {of}")
+
+    def begin_dead_letter(self, message: Message, *, of_window: bool) -> None:
+        """Begin with what has become a dead letter, once. Its ids and updates are none of those that the agent's own
+        function has made for it.
+        """
+        self._handled = () if of_window else (message,)
+        self.agent += OF_DEAD_LETTERS
+        of = f"dead letter of {message.subject} {message.timestamp_ns} {message.headers}"  # a retry has another header
+        self.begin_with(str(message.sequence), of=of)
 
     def message_id(self, message: Message, *, when: str) -> str | None:
         """Return the message id of what is published while notifications are handled; None while none is."""

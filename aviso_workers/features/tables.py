@@ -31,6 +31,7 @@ from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config
 from aviso_workers.declare.seen import SeenList
 from aviso_workers.declare.tables import PAGES, Counter, Table
+from aviso_workers.declare.windows import Window
 from aviso_workers.engine import publisher, singletons
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue, retried
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, OutcomeUnknownError, UnavailableError
@@ -74,8 +75,9 @@ class AppliedNotifications:
     def once(self, key: str, notification: Notification[Any]) -> Iterator[None]:
         """Let the update of a key for this notification be made within the block.
 
-        Raises `DeclarationError` where it is not the notification that an agent handles now, or where the same call has
-        updated the key for it before: a second update could not be told from a repeat of the first.
+        Raises `DeclarationError` where it is not the notification that an agent handles now or has given up now, or
+        where the same call has updated the key for it before: a second update could not be told from a repeat of the
+        first.
         """
         if not isinstance(notification, Notification):
             raise DeclarationError(
@@ -83,6 +85,11 @@ class AppliedNotifications:
                 f"{notification!r:.100}"
             )
         handling = publisher.handling()
+        if isinstance(notification.payload, Window):
+            raise DeclarationError(
+                f"table {self._table!r}: once= takes a notification of a stream, and a window is none: let the update "
+                "write the same value however often it is made"
+            )
         if handling is None or not handling.handles(notification.sequence, notification.topic):
             raise DeclarationError(
                 f"table {self._table!r}: once= takes the notification that an agent handles now, found "
