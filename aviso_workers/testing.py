@@ -844,6 +844,8 @@ class _Version:
         self.app.configure(self.config, opening=opening)
         try:
             async with self.app:
+                if self.app.agents:
+                    self.app.session.publisher.compare_key_orders()  # as in a worker, whose session the app uses
                 yield
         finally:
             self.app.configure(before)

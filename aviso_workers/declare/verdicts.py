@@ -200,7 +200,7 @@ class Failure(Struct, frozen=True):
     def is_evidence(self) -> bool:
         """Whether it says how what the agent depends on is. What the author has answered, what can never be handled,
         and what no handler has raised says nothing of that."""
-        return not self.final and not self.worker_died and self.instruction is None
+        return not (self.final or self.worker_died or self.other_version) and self.instruction is None
 
 
 class FinalError(Exception):
@@ -264,11 +264,12 @@ def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Clas
 
     Those of `classifiers` whose exception type fits are asked in turn, until one answers. `Retry` and `Reject` from the
     handler are answers already. A classifier that fails, or answers something else, is a failure instead of this one.
-    They are not asked about a worker that died, or what a person has decided, which no handler has raised.
+    They are not asked about a worker that died, what another version is to handle, or what a person has decided, which
+    no handler has raised.
 
     The exception and the answer are objects of the author's: what they raise when they are looked at is the failure.
     """
-    if failure.worker_died or failure.final in ("max_deliveries", "skipped"):
+    if failure.worker_died or failure.other_version or failure.final in ("max_deliveries", "skipped"):
         return failure
     try:
         return _classified(failure, classifiers)
