@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.aviso import literals, payloads, schema
+from aviso_workers.aviso import literals, payloads
 from aviso_workers.aviso.codec import Message, NotificationWriter, with_headers
 from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
@@ -467,9 +467,9 @@ class Publisher:
         await self._provisioner.ensure(spec)
         if self._orders is None or spec.name in self._orders:
             return
-        topic = schema.topic_of(event_type, self._config.notification_schema[event_type])
         with suppress(NotFoundError):  # the stream was deleted since
-            await key_orders.require_same(self._backend, spec.name, event_type, tuple(topic.key_order))
+            declared = self._config.notification_schema[event_type]
+            await key_orders.require_same(self._backend, spec.name, event_type, declared)
             self._orders.add(spec.name)
 
     def _emit(self, event_type: str, outcome: PublishOutcome, attempts: int, *, count: int = 1) -> None:

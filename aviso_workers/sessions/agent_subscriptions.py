@@ -283,8 +283,7 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
 
         async def require_order() -> None:
             await settler.require_outputs()
-            topic = schema.topic_of(agent.event_type, event_type)
-            await key_orders.require_same(self.backend, stream.name, agent.event_type, tuple(topic.key_order))
+            await key_orders.require_same(self.backend, stream.name, agent.event_type, event_type)
 
         async def ensure_retries() -> ConsumerInfo:
             with suppress(NotFoundError):  # there is no stream yet

@@ -12,6 +12,7 @@ import pytest
 
 from aviso_workers import App, Batch, Notification, Notify, RetryPolicy, Stream, Window, Windowing
 from aviso_workers.backends import Admin
+from aviso_workers.errors import RefusedError
 from aviso_workers.events import AgentDisturbed
 from aviso_workers.jetstream.plans import Plan
 from aviso_workers.ops import stream_policy
@@ -98,12 +99,12 @@ async def test_an_operator_gives_a_stream_another_order_when_nothing_has_the_for
     assert handled == [{"step": "1", "id": "c"}]
 
 
-async def applied(admin: Admin, app: App) -> str:
-    """Apply the configuration of an app to the stream JOB; why its key order stays."""
+async def applied(admin: Admin, app: App, field: str = "key_order") -> str:
+    """Apply the configuration of an app to the stream JOB; why its key order, or its rules, stay."""
     plans = await stream_policy.plans(admin, app.config)
     plan = next(plan for plan in plans if isinstance(plan, Plan) and plan.stream == "JOB")
     await stream_policy.carry_out(admin, app.config, plan)
-    return next((each.cure for each in plan.fixed if each.field == "key_order"), "")
+    return next((each.cure for each in plan.fixed if each.field == field), "")
 
 
 class TestAnOutputWithAnotherOrder:
@@ -214,6 +215,86 @@ async def test_an_agent_that_stands_goes_on_when_its_output_is_not_refused_any_m
         await t.settle()
         assert (t.dead_letters, t.outcomes("produce")[-1]) == ([], "acked")
         assert t.published[-1].identifier == {"id": "c", "step": "1"}
+
+
+def dated(rule: dict[str, Any] | None, value: str) -> tuple[App, list[dict[str, str]]]:
+    app, handled = App("dated"), list[dict[str, str]]()
+    app.event_type("job", key=["id"], identifier={"id": {"required": True, **rule}} if rule else None)
+
+    @app.agent("job", where={"id": value})
+    async def handle(notification: Notification[Any]) -> None:
+        handled.append(dict(notification.identifier))
+
+    return app, handled
+
+
+@pytest.mark.parametrize(
+    ("before", "value", "after", "spelled"),
+    [
+        (None, "2026-01-01", {"type": "DateHandler"}, "DateHandler %Y%m%d"),
+        ({"type": "DateHandler", "canonical_format": "%Y-%m-%d"}, "2026-01-01", {"type": "DateHandler"}, "DateHandler"),
+        (None, "007", {"type": "IntHandler"}, "IntHandler"),
+        (None, "OD", {"type": "EnumHandler", "values": ["OD", "RD"]}, "EnumHandler"),
+    ],
+)
+async def test_a_rule_with_another_spelling_passes_over_nothing(
+    nats_url: str, before: dict[str, Any] | None, value: str, after: dict[str, Any], spelled: str
+) -> None:
+    old, handled = dated(before, value)
+    new, handled_by_new = dated(after, value)
+    async with harness(old, server=nats_url or None) as t:
+        await t.stop()
+        await t.notify("job", {"id": value})
+        with refusals(new) as told:
+            await t.deploy(new)
+            refusal = await told_by(t, told)
+        assert f"event type job has rules id={spelled}" in refusal
+        assert "Take the former rules back" in refusal
+        with pytest.raises(RefusedError, match="event type job has rules"):
+            await t.notify("job", {"id": value})
+        await t.deploy(old)
+        await t.settle()
+    assert (handled, handled_by_new) == ([{"id": value}], [])
+
+
+async def test_a_test_in_memory_is_told_of_a_rule_with_another_spelling() -> None:
+    old, _ = dated(None, "2026-01-01")
+    new, _ = dated({"type": "DateHandler"}, "2026-01-01")
+    async with harness(old) as t:
+        await t.stop()
+        await t.notify("job", {"id": "2026-01-01"})
+        await t.deploy(new)
+        with pytest.raises(AssertionError, match="event type job has rules id=DateHandler"):
+            await t.settle(within_seconds=5)
+
+
+async def test_a_rule_with_the_same_spelling_goes_on(nats_url: str) -> None:
+    old, _ = dated({"type": "EnumHandler", "values": ["od"]}, "od")
+    new, handled = dated({"type": "EnumHandler", "values": ["od", "rd"], "description": "of MARS"}, "od")
+    async with harness(old, server=nats_url or None) as t:
+        await t.stop()
+        await t.notify("job", {"id": "od"})
+        await t.deploy(new)
+        await t.notify("job", {"id": "od"})
+        await t.settle()
+    assert handled[-1] == {"id": "od"}
+
+
+async def test_an_operator_gives_a_stream_another_rule_when_nothing_has_the_former_spelling(nats_url: str) -> None:
+    old, _ = dated(None, "2026-01-01")
+    new, handled = dated({"type": "DateHandler"}, "2026-01-01")
+    async with harness(old, server=nats_url or None) as t:
+        admin = t.app.session.admin
+        await t.notify("job", {"id": "2026-01-01"})
+        await t.settle()
+        await t.stop()
+        assert await applied(admin, new, "identifier") == "1 notifications were stored with it: purge the stream"
+        await admin.purge_stream("JOB")
+        assert await applied(admin, new, "identifier") == ""
+        await t.deploy(new)
+        await t.notify("job", {"id": "2026-01-01"})
+        await t.settle()
+    assert handled == [{"id": "20260101"}]
 
 
 async def test_dead_letters_keep_the_order_of_their_stream(nats_url: str) -> None:
