@@ -499,7 +499,13 @@ def _receipt(prepared: _Prepared) -> Receipt:
     assert isinstance(ack, PubAck)  # a refusal was raised
     if prepared.due:
         return Receipt(stream=prepared.spec.name, sequence=0, message_id=message_id, due=prepared.due)
-    return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate, message_id=message_id)
+    return Receipt(
+        id=f"{prepared.event_type}@{ack.sequence}",
+        stream=ack.stream,
+        sequence=ack.sequence,
+        duplicate=ack.duplicate,
+        message_id=message_id,
+    )
 
 
 def _outcome(prepared: _Prepared, ack: PubAck) -> PublishOutcome:
