@@ -18,7 +18,7 @@ from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECONDS, RetryPolicy
-from aviso_workers.errors import DeclarationError
+from aviso_workers.errors import DeclarationError, RefusedError
 
 T = TypeVar("T", default=Any)
 K = TypeVar("K", default=Any)
@@ -218,6 +218,17 @@ class OtherVersionError(Exception):
     def __init__(self, error: Exception) -> None:
         self.error = error
         super().__init__(str(error))
+
+
+class ReadOtherwiseError(RefusedError):
+    """A stream is read otherwise than the configuration of this worker says, so nothing is published to it here. It is
+    no failure of what is handled: the agent that publishes stands until `require` returns.
+    """
+
+    def __init__(self, message: str, *, require: Callable[[], Awaitable[None]]) -> None:
+        self.require = require
+        """Compares again. Raises as `engine.key_orders.require_same` does."""
+        super().__init__(message)
 
 
 def before_handling(record: PriorRecord, *, num_delivered: int, retry: RetryPolicy) -> Known:

@@ -36,6 +36,7 @@ from aviso_workers.declare.verdicts import (
     Failure,
     Nak,
     PriorRecord,
+    ReadOtherwiseError,
     Settlement,
     Term,
     Verdict,
@@ -45,7 +46,6 @@ from aviso_workers.engine.dead_letter_store import DeadLetterStore
 from aviso_workers.engine.decisions import Decisions
 from aviso_workers.engine.failure_recorder import LastFailures
 from aviso_workers.engine.flow import Flow
-from aviso_workers.engine.key_orders import ReadOtherwiseError
 from aviso_workers.engine.outages import KeyGate, Outage
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield

@@ -51,8 +51,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.dependencies import OWN_TIMEOUT
 from aviso_workers.declare.resources import Needing, Resource
-from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError
-from aviso_workers.engine.key_orders import ReadOtherwiseError
+from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError, ReadOtherwiseError
 from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Events
 
 A = TypeVar("A")

@@ -10,28 +10,16 @@ other ones, and acked, or passed over.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Backend
 from aviso_workers.config.streams import read_as
-from aviso_workers.errors import RefusedError
+from aviso_workers.declare.verdicts import ReadOtherwiseError
 from aviso_workers.jetstream.specs import KEY_ORDER, KEY_RULES
 
 TELLS = {KEY_ORDER: ("key_order", "read as other ones"), KEY_RULES: ("rules", "passed over")}
 """By the metadata of a stream, what it says, and what would become of notifications with another one."""
-
-
-class ReadOtherwiseError(RefusedError):
-    """A stream is read otherwise than the configuration of this worker says, so nothing is published to it here. It is
-    no failure of what is handled: the agent that publishes stands until `require` returns.
-    """
-
-    def __init__(self, message: str, *, require: Callable[[], Awaitable[None]]) -> None:
-        self.require = require
-        """Compares again. Raises as `require_same` does."""
-        super().__init__(message)
 
 
 async def require_same(backend: Backend, stream: str, event_type: str, declared: EventType) -> None:

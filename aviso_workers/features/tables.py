@@ -31,7 +31,6 @@ from aviso_workers.backends.provisioning import Provisioner
 from aviso_workers.config import Config
 from aviso_workers.declare.seen import SeenList
 from aviso_workers.declare.tables import PAGES, Counter, Table
-from aviso_workers.declare.windows import Window
 from aviso_workers.engine import publisher, singletons
 from aviso_workers.engine.key_value import CachedKeyValue, RetryingKeyValue, retried
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, OutcomeUnknownError, UnavailableError
@@ -85,10 +84,10 @@ class AppliedNotifications:
                 f"{notification!r:.100}"
             )
         handling = publisher.handling()
-        if isinstance(notification.payload, Window):
+        if handling is not None and not notification.sequence:
             raise DeclarationError(
-                f"table {self._table!r}: once= takes a notification of a stream, and a window is none: let the update "
-                "write the same value however often it is made"
+                f"table {self._table!r}: once= takes a notification of a stream, found {notification.id}, which stands "
+                "for a window: let the update write the same value however often it is made"
             )
         if handling is None or not handling.handles(notification.sequence, notification.topic):
             raise DeclarationError(
