@@ -84,7 +84,17 @@ from aviso_workers.errors import (
     describe,
     text_of,
 )
-from aviso_workers.events import AgentDisturbed, Event, Events, Overdue, Settled, TaskFailed, Ticked, WindowDone
+from aviso_workers.events import (
+    AgentDisturbed,
+    DeadLetterCallFailed,
+    Event,
+    Events,
+    Overdue,
+    Settled,
+    TaskFailed,
+    Ticked,
+    WindowDone,
+)
 from aviso_workers.jetstream.specs import StreamSpec
 from aviso_workers.ops import agent_control, retried, timer_control
 from aviso_workers.ops.agent_control import AgentConsumer
@@ -176,6 +186,8 @@ class Harness:
         self._made: set[str] = set()
         """Streams that the app has made, or may have."""
         self._facts: list[Settled | Ticked | WindowDone] = []
+        self._calls_failed: list[DeadLetterCallFailed] = []
+        """The last failed calls of functions of `on_dead_letter` that the test was not told of."""
         self._disturbed: dict[str, Exception] = {}
         self._overdue: dict[str, Overdue] = {}
         """By message id, the delayed notifications that could not be stored."""
@@ -214,7 +226,8 @@ class Harness:
         until `resume`.
 
         Time passes as far as needed, at most `within_seconds` (default: an hour; on a server, where it is real time,
-        30 s). Raises `AssertionError`, which tells what is not settled and why.
+        30 s). Raises `AssertionError`, which tells what is not settled and why, or for which dead letter a function of
+        `on_dead_letter` has failed as often as it is called.
         """
         patience = VIRTUAL_PATIENCE_SECONDS if self._clock else REAL_PATIENCE_SECONDS
         if within_seconds is not None:
@@ -227,6 +240,7 @@ class Harness:
                     raise AssertionError("\n  ".join([f"not settled within {patience:g} s:", *await self._left()]))
         if self._clock is None:
             await self._catch_up()
+        self._raise_failed_call()
 
     async def advance(self, time: AnyDuration) -> None:
         """Let so much time pass: a number of seconds, a text such as `10m`, or a timedelta. On a server this is a
@@ -485,6 +499,8 @@ class Harness:
         await self._ended()
         self._raise_failure()
         self._life.result()
+        if kind is None:
+            self._raise_failed_call()
         return handled
 
     async def _live(self, version: _Version) -> None:
@@ -524,6 +540,15 @@ class Harness:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _raise_failed_call(self) -> None:
+        failed, self._calls_failed = self._calls_failed, []
+        if failed:
+            first = failed[0]
+            raise AssertionError(
+                f"agent {first.agent!r}: the function of on_dead_letter has failed for {first.notification}, and is "
+                f"called no more: {describe(first.error)}"
+            ) from first.error
 
     def _opening(self, config: Config, *, owner: str = "", **listeners: Any) -> AbstractAsyncContextManager[Admin]:
         """Another client of the streams that all of them share; `listeners` are those of `Opening`."""
@@ -575,6 +600,8 @@ class Harness:
         match event:
             case Settled() | Ticked() | WindowDone():
                 self._facts.append(event)
+            case DeadLetterCallFailed(again_in_seconds=0.0):
+                self._calls_failed.append(event)
             case Overdue():
                 self._overdue[event.message_id] = event
             case AgentDisturbed():
@@ -817,6 +844,8 @@ class _Version:
         self.app.configure(self.config, opening=opening)
         try:
             async with self.app:
+                if self.app.agents:
+                    self.app.session.publisher.compare_key_orders()  # as in a worker, whose session the app uses
                 yield
         finally:
             self.app.configure(before)

@@ -117,6 +117,8 @@ class Notify(_Sending, frozen=True):
 class Receipt(Struct, frozen=True, kw_only=True):
     """The server's word that a notification is stored, or that it waits until it is due."""
 
+    id: str | None = None
+    """That of the notification (`Notification.id`), such as `mars@4711`; None while it waits."""
     stream: str
     sequence: int
     """0 while it waits."""

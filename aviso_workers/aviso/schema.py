@@ -82,6 +82,11 @@ class IdentifierRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     description: str | None = None
     """Description for people."""
 
+    @property
+    def spelling(self) -> str:
+        """How values are spelled: with another text, what is stored may have a spelling that nobody asks for."""
+        return type(self).__name__
+
     def canonical(self, value: str) -> str:
         """Return the one spelling of `value`. Raises ValueError saying what was expected."""
         raise NotImplementedError
@@ -112,6 +117,10 @@ class DateHandler(IdentifierRule, frozen=True, kw_only=True):
 
     canonical_format: str = "%Y%m%d"
     """Format in which it is stored: %Y%m%d or %Y-%m-%d."""
+
+    @property
+    def spelling(self) -> str:
+        return f"{type(self).__name__} {self.canonical_format}"
 
     def canonical(self, value: str) -> str:
         day = read_date(value).isoformat()

@@ -24,7 +24,7 @@ from aviso_workers.jetstream.fields import (
     as_jetstream,
     jetstream_value,
 )
-from aviso_workers.jetstream.specs import OURS, StreamSpec
+from aviso_workers.jetstream.specs import KEY_ORDER, KEY_RULES, OURS, StreamSpec
 
 SHOWN = {
     "subjects": "topic.base",
@@ -93,10 +93,17 @@ def event_stream(name: str, event_type: EventType, config: Config) -> StreamSpec
         "further": {field: value for field, value in further.items() if field not in of_aviso},
         "takes_batches": not mirrors,
         "monitored": True,
-        "key_order": schema.topic_of(name, event_type).key_order,
+        "read_as": read_as(name, event_type),
         "keys": _keys(stream, further) | {field: key for field, (_, key) in of_aviso.items()},
     }
     return msgspec.convert(spec, StreamSpec)
+
+
+def read_as(name: str, event_type: EventType) -> dict[str, str]:
+    """Return how the stream of an event type says that its subjects are read."""
+    fields = schema.topic_of(name, event_type).key_order
+    rules = [f"{field}={event_type.identifier[field].spelling}" for field in fields]
+    return {KEY_ORDER: ",".join(fields), KEY_RULES: ",".join(rules)} if fields else {}
 
 
 def declared(config: Config) -> list[StreamSpec]:

@@ -18,7 +18,7 @@ from aviso_workers.aviso import literals
 from aviso_workers.aviso.literals import AnyDuration
 from aviso_workers.aviso.notifications import Notification
 from aviso_workers.declare.retry import LONGEST_DELAY_DAYS, LONGEST_DELAY_SECONDS, RetryPolicy
-from aviso_workers.errors import DeclarationError
+from aviso_workers.errors import DeclarationError, RefusedError
 
 T = TypeVar("T", default=Any)
 K = TypeVar("K", default=Any)
@@ -200,7 +200,7 @@ class Failure(Struct, frozen=True):
     def is_evidence(self) -> bool:
         """Whether it says how what the agent depends on is. What the author has answered, what can never be handled,
         and what no handler has raised says nothing of that."""
-        return not self.final and not self.worker_died and self.instruction is None
+        return not (self.final or self.worker_died or self.other_version) and self.instruction is None
 
 
 class FinalError(Exception):
@@ -218,6 +218,17 @@ class OtherVersionError(Exception):
     def __init__(self, error: Exception) -> None:
         self.error = error
         super().__init__(str(error))
+
+
+class ReadOtherwiseError(RefusedError):
+    """A stream is read otherwise than the configuration of this worker says, so nothing is published to it here. It is
+    no failure of what is handled: the agent that publishes stands until `require` returns.
+    """
+
+    def __init__(self, message: str, *, require: Callable[[], Awaitable[None]]) -> None:
+        self.require = require
+        """Compares again. Raises as `engine.key_orders.require_same` does."""
+        super().__init__(message)
 
 
 def before_handling(record: PriorRecord, *, num_delivered: int, retry: RetryPolicy) -> Known:
@@ -264,11 +275,12 @@ def classify(failure: Failure, classifiers: Sequence[tuple[type[Exception], Clas
 
     Those of `classifiers` whose exception type fits are asked in turn, until one answers. `Retry` and `Reject` from the
     handler are answers already. A classifier that fails, or answers something else, is a failure instead of this one.
-    They are not asked about a worker that died, or what a person has decided, which no handler has raised.
+    They are not asked about a worker that died, what another version is to handle, or what a person has decided, which
+    no handler has raised.
 
     The exception and the answer are objects of the author's: what they raise when they are looked at is the failure.
     """
-    if failure.worker_died or failure.final in ("max_deliveries", "skipped"):
+    if failure.worker_died or failure.other_version or failure.final in ("max_deliveries", "skipped"):
         return failure
     try:
         return _classified(failure, classifiers)

@@ -14,10 +14,12 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
+import anyio
 from msgspec import Struct, structs
 
 from aviso_workers.aviso.codec import Message
@@ -34,6 +36,7 @@ from aviso_workers.declare.verdicts import (
     Failure,
     Nak,
     PriorRecord,
+    ReadOtherwiseError,
     Settlement,
     Term,
     Verdict,
@@ -46,7 +49,7 @@ from aviso_workers.engine.flow import Flow
 from aviso_workers.engine.outages import KeyGate, Outage
 from aviso_workers.engine.repeats import Repeats
 from aviso_workers.engine.shields import Shield
-from aviso_workers.errors import BackendError, SkippedError, line_of
+from aviso_workers.errors import BackendError, NotFoundError, SkippedError, line_of
 from aviso_workers.events import (
     UNAVAILABLE,
     Acked,
@@ -94,7 +97,9 @@ class _Outcome(NamedTuple):
 
 UNCOUNTED = "uncounted"
 """The reason of `Failed` where the agent said `Retry(counts=False)`."""
-NO_ATTEMPT = (UNAVAILABLE, UNCOUNTED)
+OF_OTHERS = "other_version"
+"""The reason where a worker of another version is to handle it, or its output is refused by this configuration."""
+NO_ATTEMPT = (UNAVAILABLE, UNCOUNTED, OF_OTHERS)
 AWAY = Backoff(first=1.0, factor=2.0, max=60.0, jitter=0.5)
 """When a notification is tried again that failed because something is away. The wait grows only where others have
 succeeded meanwhile: else its failure says nothing of itself, and it would come late when the outage ends."""
@@ -185,6 +190,8 @@ class Settler:
         self._gate = gate
         """The keys of what the agent depends on, where it has keys of its own."""
         self._on_dead_letter = on_dead_letter
+        self._refused: ReadOtherwiseError | None = None
+        self._is_refused = anyio.Event()
         self.successes = 0
         """How many deliveries have succeeded."""
         self._acked: list[tuple[float, float, Delivery]] = []
@@ -267,6 +274,7 @@ class Settler:
 
         The dead letter of a `DeadLetter` is stored, with `message` as the original. Where that fails, it is `Again`.
         """
+        self._stand(failure)
         classified = verdicts.classify(failure, self.agent.classifiers)
         if isinstance(classified, Ack):
             return classified
@@ -359,12 +367,13 @@ class Settler:
 
     async def _settle_failed(self, call: _EndedCall, failure: Failure) -> None:
         delivery, record = call.delivery, call.record
-        if failure.other_version:
+        self._stand(failure)
+        if failure.other_version and not self.flow.ordered:
             await self.failures.clear(delivery)  # or its next delivery would be handled alone
             self.failures.note_postponed(delivery, record)
             delay = leave_to_others(delivery)
             self.flow.finish(delivery)
-            self._emit_settled(call, _Outcome("retried", "other_version", failure.error, again_in_seconds=delay))
+            self._emit_settled(call, _Outcome("retried", OF_OTHERS, failure.error, again_in_seconds=delay))
             return
         classified = verdicts.classify(failure, self.agent.classifiers)
         if isinstance(classified, Ack):
@@ -404,13 +413,13 @@ class Settler:
             refused = await self._writer.store(delivery, verdict, attempts=attempts, error=error)
         if refused is not None:
             return refused
+        is_decided = isinstance(error, SkippedError)  # by a person: it is no failure, and the last one is over
+        if not is_decided:
+            self._last_failures.note("agents", self.agent.name, error)
         if self._on_dead_letter is not None:
             await self._on_dead_letter(delivery.message, verdict.reason, attempts=attempts, error=error)
         delivery.term(verdict.reason)
         self._remove(delivery)
-        is_decided = isinstance(error, SkippedError)  # by a person: it is no failure, and the last one is over
-        if not is_decided:
-            self._last_failures.note("agents", self.agent.name, error)
         self._emit_failed(call, _Outcome("dead_lettered", verdict.reason, error, attempts))
         await self._forget(call, handled=is_decided)
         return None
@@ -433,8 +442,10 @@ class Settler:
 
     def _judge(self, failure: Failure, record: PriorRecord, *, away: bool) -> Verdict:
         """Return what becomes of what has failed. It is `Again`, and no attempt, where the reason is one of
-        `NO_ATTEMPT`: something is away, or the author says so.
+        `NO_ATTEMPT`: something is away, the author says so, or another version is to handle it.
         """
+        if failure.other_version:
+            return Again(after_seconds=OTHER_VERSION.max, reason=OF_OTHERS)
         if away and (not record.away_since or self._now() - record.away_since <= self.outage.patience):
             asked = self.outage.asked_seconds(failure.error)
             return Again(after_seconds=max(AWAY.delay_seconds(self._waits(record)), asked), reason=UNAVAILABLE)
@@ -443,6 +454,23 @@ class Settler:
         if away:
             return DeadLetter(reason=UNAVAILABLE)
         return verdicts.decide(failure, failures=record.failures, retry=self.agent.policy.retry)
+
+    def _stand(self, failure: Failure) -> None:
+        """Have the agent read nothing more, where the configuration refuses one of its outputs."""
+        if isinstance(failure.error, ReadOtherwiseError):
+            self._refused = failure.error
+            self._is_refused.set()
+
+    async def until_refused(self) -> None:
+        """Wait until the configuration refuses an output."""
+        await self._is_refused.wait()
+
+    async def require_outputs(self) -> None:
+        """Raise `RefusedError` while the configuration refuses an output that it has refused before."""
+        if self._refused is not None:
+            with suppress(NotFoundError):  # the stream was deleted since
+                await self._refused.require()
+            self._refused, self._is_refused = None, anyio.Event()
 
     def _waits(self, record: PriorRecord) -> int:
         """Return how often the wait has grown after failures because something is away, this failure included."""

@@ -51,7 +51,7 @@ from aviso_workers.declare.agents import Agent
 from aviso_workers.declare.around import Around
 from aviso_workers.declare.dependencies import OWN_TIMEOUT
 from aviso_workers.declare.resources import Needing, Resource
-from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError
+from aviso_workers.declare.verdicts import Failure, FinalError, OtherVersionError, ReadOtherwiseError
 from aviso_workers.events import CallOverdue, CallsAbandoned, CallsFreed, CallsStuck, Events
 
 A = TypeVar("A")
@@ -167,6 +167,8 @@ async def _attempt(
         return Failure(found.error, final=found.reason)
     except OtherVersionError as found:
         return Failure(found.error, other_version=True)
+    except ReadOtherwiseError as error:
+        return Failure(error, other_version=True)
     except asyncio.CancelledError as error:
         await _raise_cancellation()
         return Failure(_cancelled_from_within(error))

@@ -61,12 +61,11 @@ class DeadLetterCalls(Struct, eq=False, dict=True):
         """
         notification = self._read(message, attempts=attempts, window=window)
         given_up = GivenUp(notification=notification, reason=reason, attempts=attempts, error=describe(error))
-        of = f"dead letter of {message.subject} {message.timestamp_ns} {message.headers}"  # a retry has another header
         for tried in range(1, CALLS + 1):
             while not self.outage.begins(again=True):
                 await self.clock.sleep(TURN_SECONDS)
             with self.outputs.keys() as keys:
-                keys.begin_with(str(message.sequence), of=of)
+                keys.begin_dead_letter(message, of_window=window is not None)
                 failure = await calls.attempt_apart(self._call_and_publish, given_up)
             if failure is None:
                 return  # which says nothing of what the agent's own function needs

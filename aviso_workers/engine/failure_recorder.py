@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
+from typing import Literal
 
 import anyio
 from msgspec import UNSET, Struct, field, structs
@@ -19,14 +20,14 @@ from aviso_workers import clocks
 from aviso_workers.aviso.literals import printable
 from aviso_workers.backends import Backend
 from aviso_workers.errors import BackendError, line_of, place_of
-from aviso_workers.events import TaskFailed, Ticked, WindowDone
+from aviso_workers.events import DeadLetterCallFailed, TaskFailed, Ticked, WindowDone
 from aviso_workers.jetstream import key_value
 from aviso_workers.state import consumer_records, failure_records
 from aviso_workers.state.failure_records import Kind, LastFailure, Retrying
 
 Change = Callable[[LastFailure | None, datetime], LastFailure | None]
 """Returns a record changed, by what it was and the time of the server."""
-OBSERVED = (TaskFailed, Ticked, WindowDone)
+OBSERVED = (DeadLetterCallFailed, TaskFailed, Ticked, WindowDone)
 """The facts that `LastFailures.observe` is for."""
 
 OVER_SECONDS = 60.0
@@ -69,7 +70,7 @@ class LastFailures:
         *,
         again_in_seconds: float = 0.0,
         retrying: Callable[[datetime], Retrying] | None = None,
-        of_window: bool = False,
+        of: Literal["", "a window", "on_dead_letter"] = "",
     ) -> None:
         """Note a failure. `retrying` returns, at any later time, what is known of the notification, if it is retried;
         it is given when that is due.
@@ -80,12 +81,15 @@ class LastFailures:
         noted = self._noted.get((kind, name))
         if noted is None:
             noted = self._noted[kind, name] = _Noted(_described(error, now, until))
-        elif noted.last.error == printable(type(error).__name__):  # of thousands alike, only some are described
+        elif (noted.last.error, noted.last.of) == (
+            printable(type(error).__name__),
+            of,
+        ):  # of thousands alike, only some are described
             noted.last = structs.replace(noted.last, last=now, until=until, times=noted.last.times + 1)
         else:
             before = noted.last
             noted.last = structs.replace(_described(error, now, until), since=before.since, times=before.times + 1)
-        noted.last = structs.replace(noted.last, of_window=of_window)
+        noted.last = structs.replace(noted.last, of=of)
         if retrying is not None:
             found = partial(retrying, again_at)
             known = found()
@@ -105,11 +109,13 @@ class LastFailures:
         self._settled.setdefault(agent, {})[stream, sequence] = self._now() if handled else None
         self._changed.set()
 
-    def observe(self, event: Ticked | TaskFailed | WindowDone) -> None:
+    def observe(self, event: DeadLetterCallFailed | Ticked | TaskFailed | WindowDone) -> None:
         """Note the failure that an event tells of, or that a timer succeeds again."""
         match event:
             case WindowDone(error=BaseException() as error):
-                self.note("agents", event.agent, error, again_in_seconds=event.again_in_seconds, of_window=True)
+                self.note("agents", event.agent, error, again_in_seconds=event.again_in_seconds, of="a window")
+            case DeadLetterCallFailed(again_in_seconds=0.0):
+                self.note("agents", event.agent, event.error, of="on_dead_letter")
             case TaskFailed():
                 self.note("tasks", event.task, event.error, again_in_seconds=event.again_in_seconds)
             case Ticked(error=BaseException() as error):

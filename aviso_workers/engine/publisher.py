@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 import anyio
 from msgspec import Struct, structs
 
-from aviso_workers.aviso import literals, payloads, schema
+from aviso_workers.aviso import literals, payloads
 from aviso_workers.aviso.codec import Message, NotificationWriter, with_headers
 from aviso_workers.aviso.notifications import Notify, Receipt
 from aviso_workers.backends import Backend, Outgoing, OutgoingChunk, PubAck
@@ -61,6 +61,8 @@ MAX_TOGETHER = 1000
 HEADER_ALLOWANCE = 12 * 1024
 """Bytes that headers may take, also those of the dead letter that it may become, with its subject and an error."""
 DIGEST_BYTES = 12
+OF_DEAD_LETTERS = "=on_dead_letter"
+"""Follows the agent's name in what tables remember of the updates of its function of `on_dead_letter`."""
 
 
 def encode(config: Config, wanted: Notify) -> Message:
@@ -464,9 +466,9 @@ class Publisher:
         await self._provisioner.ensure(spec)
         if self._orders is None or spec.name in self._orders:
             return
-        topic = schema.topic_of(event_type, self._config.notification_schema[event_type])
         with suppress(NotFoundError):  # the stream was deleted since
-            await key_orders.require_same(self._backend, spec.name, event_type, tuple(topic.key_order))
+            declared = self._config.notification_schema[event_type]
+            await key_orders.require_same(self._backend, spec.name, event_type, declared)
             self._orders.add(spec.name)
 
     def _emit(self, event_type: str, outcome: PublishOutcome, attempts: int, *, count: int = 1) -> None:
@@ -496,7 +498,13 @@ def _receipt(prepared: _Prepared) -> Receipt:
     assert isinstance(ack, PubAck)  # a refusal was raised
     if prepared.due:
         return Receipt(stream=prepared.spec.name, sequence=0, message_id=message_id, due=prepared.due)
-    return Receipt(stream=ack.stream, sequence=ack.sequence, duplicate=ack.duplicate, message_id=message_id)
+    return Receipt(
+        id=f"{prepared.event_type}@{ack.sequence}",
+        stream=ack.stream,
+        sequence=ack.sequence,
+        duplicate=ack.duplicate,
+        message_id=message_id,
+    )
 
 
 def _outcome(prepared: _Prepared, ack: PubAck) -> PublishOutcome:
@@ -551,6 +559,7 @@ class IdempotencyKeys:
 
     def __init__(self, *, app: str, agent: str, stream: str) -> None:
         self.agent = agent
+        """Under whose name tables remember what is updated once: see `begin_dead_letter`."""
         self.stream = stream
         self.updates: set[tuple[str, str, int]] = set()
         """The table and key of each update that was made once in this call, and the sequence of its notification."""
@@ -584,6 +593,15 @@ class IdempotencyKeys:
     def begin_with(self, place: str, *, of: str) -> None:
         """Begin as `begin` does for what is not a message, as a window: `place` is its start, `of` its end and key."""
         self._ids = _Ids(f"{self._prefix}.{place}", f"{place} {of}")
+
+    def begin_dead_letter(self, message: Message, *, of_window: bool) -> None:
+        """Begin with what has become a dead letter, once. Its ids and updates are none of those that the agent's own
+        function has made for it.
+        """
+        self._handled = () if of_window else (message,)
+        self.agent += OF_DEAD_LETTERS
+        of = f"dead letter of {message.subject} {message.timestamp_ns} {message.headers}"  # a retry has another header
+        self.begin_with(str(message.sequence), of=of)
 
     def message_id(self, message: Message, *, when: str) -> str | None:
         """Return the message id of what is published while notifications are handled; None while none is."""

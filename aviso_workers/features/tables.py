@@ -73,8 +73,9 @@ class AppliedNotifications:
     def once(self, key: str, notification: Notification[Any]) -> Iterator[None]:
         """Let the update of a key for this notification be made within the block.
 
-        Raises `DeclarationError` where it is not the notification that an agent handles now, or where the same call has
-        updated the key for it before: a second update could not be told from a repeat of the first.
+        Raises `DeclarationError` where it is not the notification that an agent handles now or has given up now, or
+        where the same call has updated the key for it before: a second update could not be told from a repeat of the
+        first.
         """
         if not isinstance(notification, Notification):
             raise DeclarationError(
@@ -82,6 +83,11 @@ class AppliedNotifications:
                 f"{notification!r:.100}"
             )
         handling = publisher.handling()
+        if handling is not None and not notification.sequence:
+            raise DeclarationError(
+                f"table {self._table!r}: once= takes a notification of a stream, found {notification.id}, which stands "
+                "for a window: let the update write the same value however often it is made"
+            )
         if handling is None or not handling.handles(notification.sequence, notification.topic):
             raise DeclarationError(
                 f"table {self._table!r}: once= takes the notification that an agent handles now, found "

@@ -228,7 +228,7 @@ def _start_differs(wanted: ConsumerSpec, found: Mapping[str, Any]) -> Difference
 
 def _asked(wanted: StreamSpec, *, whole: bool = False) -> dict[str, Any]:
     """Return what is asked of a stream; `whole`: also what `nats server check` reads, as it is created."""
-    stated = specs.stated(wanted if whole else structs.replace(wanted, monitored=False, key_order=()))
+    stated = specs.stated(wanted if whole else structs.replace(wanted, monitored=False, read_as={}))
     return {name: fields.normalised(name, value) for name, value in stated.items()}
 
 

@@ -26,6 +26,9 @@ LONGEST_NAME = 255
 KEY_ORDER = "aviso-workers-key-order"
 """The metadata of a stream that says in which order its subjects have the values of identifiers: the fields, with
 commas between."""
+KEY_RULES = "aviso-workers-key-rules"
+"""The metadata of a stream that says by which rules these values are spelled, in the same order: such as
+`class=EnumHandler,date=DateHandler %Y%m%d`."""
 PINNED = "pinned_client"
 PRIORITIZED = "prioritized"
 GROUP = "workers"
@@ -80,8 +83,8 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     """Whether it takes batches, of those that its server knows, when it is created and nothing else is stated."""
     monitored: bool = False
     """Whether its metadata has what `nats server check` reads, see `MONITORING`."""
-    key_order: tuple[str, ...] = ()
-    """The fields of identifiers in the order of the subjects, which its metadata says; empty for other streams."""
+    read_as: Mapping[str, str] = {}
+    """How its subjects are read, which its metadata says: `KEY_ORDER` and `KEY_RULES`; empty for other streams."""
     keys: Mapping[str, str] = {}
     """By field, the key of the configuration that states it, for people to find."""
 
@@ -117,7 +120,7 @@ class ConsumerSpec(Struct, frozen=True, kw_only=True):
 def stated(spec: StreamSpec) -> dict[str, Any]:
     """Return what is stated about a stream, as one JSON object of JetStream's."""
     fields: dict[str, Any] = msgspec.to_builtins(spec)
-    del fields["takes_batches"], fields["keys"], fields["monitored"], fields["key_order"]
+    del fields["takes_batches"], fields["keys"], fields["monitored"], fields["read_as"]
     fields |= fields.pop("further")
     if "num_replicas" in fields:
         fields["num_replicas"] = fields["num_replicas"] or 1
@@ -128,9 +131,8 @@ def with_notes(config: Mapping[str, Any], spec: StreamSpec, *, stated: Mapping[s
     """Return the configuration of a stream with our notes in its metadata, which it gets when it is created, and else
     with its next update. What is noted there stays.
     """
-    if spec.key_order:
-        noted = {KEY_ORDER: ",".join(spec.key_order), **(config.get("metadata") or {})}
-        config = {**config, "metadata": noted}
+    if spec.read_as:
+        config = {**config, "metadata": {**spec.read_as, **(config.get("metadata") or {})}}
     if not spec.monitored:
         return dict(config)
     # The number of its servers follows from the configuration, unless it is in the stated metadata.

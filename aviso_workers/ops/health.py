@@ -423,7 +423,7 @@ def _failing(a: AgentFacts) -> Found:
         return None
     if any(each.away.partition(":")[0] == failure.error for _, each in a.at_work):
         return None  # the calls of the time before it was known to be away
-    if not a.retrying and not failure.of_window and failure.handled is not None and failure.handled >= failure.last:
+    if not a.retrying and not failure.of and failure.handled is not None and failure.handled >= failure.last:
         return None
     if not (count := len(a.retrying)):
         return failure.since, failing_text(failure)
@@ -578,7 +578,8 @@ def retrying(
 def failing_text(failure: LastFailure) -> str:
     """Return since when, how often and how something fails."""
     times = "once" if failure.times == 1 else f"{failure.times} times"
-    return f"since {time_text(failure.since)}, {times}: {failure.described}"
+    part = f" in {failure.of}" if failure.of else ""
+    return f"since {time_text(failure.since)}, {times}{part}: {failure.described}"
 
 
 def why_stuck(now: ConsumerInfo, before: ConsumerInfo) -> str:

@@ -21,10 +21,13 @@ from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.fields import as_jetstream, readable
 from aviso_workers.jetstream.info import ConsumerConfig, StreamConfig
 from aviso_workers.jetstream.plans import ConsumerPlan, Difference, Plan, Stored
-from aviso_workers.jetstream.specs import KEY_ORDER, StreamSpec
+from aviso_workers.jetstream.specs import KEY_ORDER, KEY_RULES, StreamSpec
 from aviso_workers.ops import agent_inventory, inventory
 from aviso_workers.ops.dead_letters import Selection, StoredDeadLetters
 from aviso_workers.state import delayed_messages
+
+READ_AS = {KEY_ORDER: "key_order", KEY_RULES: "identifier"}
+"""By the metadata of a stream, the key of the configuration that says it."""
 
 
 class PolicyRow(Struct, frozen=True, kw_only=True):
@@ -113,23 +116,28 @@ async def carry_out(
 
 
 async def _planned(admin: Admin, provisioner: Provisioner, spec: StreamSpec) -> Plan:
-    """Return the plan for a stream, with the order in which its subjects have the values of identifiers, if it says
-    none or another one. That is changed only where nothing has been stored with the other one: see `engine.key_orders`.
+    """Return the plan for a stream, with the order and the spelling in which its subjects have the values of
+    identifiers, if it says none or another one. That is changed only where nothing has been stored with the other one:
+    see `engine.key_orders`.
     """
-    plan, wanted = await provisioner.plan(spec), ",".join(spec.key_order)
-    if not (plan.exists and wanted) or plan.fenced or plan.unfinished:
+    plan = await provisioner.plan(spec)
+    if not (plan.exists and spec.read_as) or plan.fenced or plan.unfinished:
         return plan
     info = await admin.stream_info(spec.name)
-    noted = info.config.metadata.get(KEY_ORDER, "")
-    if noted == wanted:
+    noted = {key: info.config.metadata.get(key, "") for key in spec.read_as}
+    if noted == spec.read_as:
         return plan
-    cure = await _why_kept(admin, info) if noted else ""
-    difference = Difference(field="key_order", found=noted or "none", wanted=wanted, cure=cure)
+    is_changed = any(text not in ("", spec.read_as[key]) for key, text in noted.items())
+    cure = await _why_kept(admin, info) if is_changed else ""
+    differing = tuple(
+        Difference(field=READ_AS[key], found=noted[key] or "none", wanted=wanted, cure=cure)
+        for key, wanted in spec.read_as.items()
+        if noted[key] != wanted
+    )
     if cure:
-        return structs.replace(plan, fixed=(*plan.fixed, difference))
-    of_all = {**StreamConfig(plan.config).metadata, KEY_ORDER: wanted}
-    config = {**plan.config, "metadata": of_all}
-    return structs.replace(plan, config=config, differences=(*plan.differences, difference))
+        return structs.replace(plan, fixed=(*plan.fixed, *differing))
+    config = {**plan.config, "metadata": {**StreamConfig(plan.config).metadata, **spec.read_as}}
+    return structs.replace(plan, config=config, differences=(*plan.differences, *differing))
 
 
 async def _why_kept(admin: Admin, info: StreamInfo) -> str:

@@ -174,7 +174,7 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
         shared = self._shared_filter(agent, event_type, where, stream, run, known_agents)
         return Subscription(
             name=agent.name,
-            feeds=self._feeds(agent, event_type, stream, shared, run, repeats, windows),
+            feeds=self._feeds(agent, event_type, stream, shared, run, settler, repeats, windows),
             run=run,
             beside=[
                 shared.keep_in_line,
@@ -271,6 +271,7 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
         stream: StreamSpec,
         shared: SharedFilter,
         run: SubscriptionRun,
+        settler: Settler,
         repeats: Repeats,
         windows: WindowHandler | None,
     ) -> Sequence[Feed]:
@@ -281,8 +282,8 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
         leaves = None if shared.wants_everything else shared.leaves
 
         async def require_order() -> None:
-            topic = schema.topic_of(agent.event_type, event_type)
-            await key_orders.require_same(self.backend, stream.name, agent.event_type, tuple(topic.key_order))
+            await settler.require_outputs()
+            await key_orders.require_same(self.backend, stream.name, agent.event_type, event_type)
 
         async def ensure_retries() -> ConsumerInfo:
             with suppress(NotFoundError):  # there is no stream yet
@@ -300,7 +301,11 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
                 stream=stream,
                 consumer=shared.consumer,
                 ensure=ensure,
-                interrupted=(shared.until_limited, *([windows.until_refused] if windows is not None else [])),
+                interrupted=(
+                    shared.until_limited,
+                    settler.until_refused,
+                    *([windows.until_refused] if windows is not None else []),
+                ),
                 leaves=leaves,
                 repeats=repeats,
                 provisioner=self.provisioner,
@@ -313,6 +318,7 @@ class AgentSubscriptions(Struct, eq=False, dict=True):
                 stream=dead_letter_records.retries_spec(self.app, self.config),
                 consumer=retries_consumer,
                 ensure=ensure_retries,
+                interrupted=(settler.until_refused,),
                 provisioner=self.own_streams,
                 unwrap=Requeued,
                 refuses=self._refuses,

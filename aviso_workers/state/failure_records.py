@@ -91,8 +91,8 @@ class LastFailure(Struct, frozen=True, kw_only=True):
     times: Number
     """How often it has failed since then, in all workers."""
     retrying: tuple[Retrying, ...] = ()
-    of_window: bool = False
-    """Whether the function of a window failed last."""
+    of: Literal["", "a window", "on_dead_letter"] = ""
+    """Which function failed last, where it is not that which notifications are handled by."""
     handled: Time | None = None
     """When the last notification was settled that had failed before; None where none was."""
 

@@ -93,6 +93,9 @@ class Log:
 
 
 log = Log()
+ONE_LINE_A_REQUEST = ("httpx", "httpx2")
+"""The libraries that write a line of level `info` for each request: only at level `debug`, or where their own level is
+set, are these written."""
 
 
 def configure(settings: Logging) -> None:
@@ -127,6 +130,9 @@ def configure(settings: Logging) -> None:
         )
         logging.root.addHandler(handler)
         logging.root.setLevel(settings.level.upper())
+        for each in map(logging.getLogger, ONE_LINE_A_REQUEST):
+            if each.level == logging.NOTSET and settings.level == "info":
+                each.setLevel(logging.WARNING)
 
 
 def _make_visible(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -42,6 +42,7 @@ from aviso_workers.events import (
     ConnectionChanged,
     ConnectionSlow,
     ConsumerResumed,
+    DeadLetterCallFailed,
     DeadLettersRefused,
     DeadLettersStored,
     Event,
@@ -304,6 +305,9 @@ METRICS: Mapping[tuple[str, ...], Mapping[str, Metric]] = {
         "dead_letters": counter(
             "Notifications that became dead letters, by reason.", by="reason", known=DEAD_LETTER_REASONS
         ),
+        "dead_letter_call_failures": counter(
+            "Dead letters for which the agent's function of on_dead_letter has failed, and is called no more."
+        ),
         "dead_letters_refused": gauge(
             "1 while dead letters of this agent cannot be stored, so their notifications stay in the stream and "
             "are redelivered; else 0."
@@ -543,6 +547,9 @@ class Metrics:
     def _dead_letters(self, event: DeadLettersRefused | DeadLettersStored) -> None:
         self._agents[event.agent].numbers["dead_letters_refused"] = isinstance(event, DeadLettersRefused)
 
+    def _dead_letter_call_failed(self, event: DeadLetterCallFailed) -> None:
+        self._agents[event.agent].numbers["dead_letter_call_failures"] += not event.again_in_seconds
+
     def _outage(self, event: OutageBegan | OutageGoesOn | OutageEnded) -> None:
         for agent in event.agents:
             self._agents[agent].numbers["outage"] = not isinstance(event, OutageEnded)
@@ -568,6 +575,7 @@ class Metrics:
         ConnectionChanged: _connection_changed,
         ConnectionSlow: _connection_slow,
         ConsumerResumed: _resumed,
+        DeadLetterCallFailed: _dead_letter_call_failed,
         DeadLettersRefused: _dead_letters,
         DeadLettersStored: _dead_letters,
         Failed: _settled,

@@ -48,6 +48,7 @@ async def test_a_notification_comes_back_as_it_was_published(app: App) -> None:
     assert found.identifier == mars(step="7")
     assert found.payload == {"a": "é", "b": [1, 2.0, None]}
     assert (found.sequence, found.id) == (receipt.sequence, f"mars@{receipt.sequence}")
+    assert receipt.id == found.id
     assert found.topic == "mars.od.0001.g.20261120.0000.oper.7"
     assert before < found.time < datetime.now(UTC) + timedelta(seconds=1)
 

@@ -29,6 +29,8 @@ from aviso_workers import (
     Window,
     Windowing,
 )
+from aviso_workers.ops import health
+from aviso_workers.state import consumer_records, failure_records
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
 from tests.waits import PATIENCE_SECONDS
@@ -236,10 +238,38 @@ async def test_a_call_that_always_fails_leaves_the_dead_letter(app: App, url: st
 
     async with harness(app, server=url) as t:
         await t.notify("mars", mars(), {})
-        await t.settle()
+        with pytest.raises(AssertionError, match="agent 'index': the function of on_dead_letter has failed for mars@1"):
+            await t.settle()
         assert t.outcomes(index) == ["dead_lettered"]
         assert (len(handled), len(calls)) == (1, 1 if returned == 3 else 3)
         assert len(t.dead_letters) == 1
+        await t.settle()  # which tells of each failure once
+        await t.stop()  # workers record the last failures
+        [failure] = failure_records.parsed(await consumer_records.entries(app.session.admin)).values()
+        assert ", 2 times in on_dead_letter: " in health.failing_text(failure)
+
+
+async def test_a_test_that_never_settles_is_told_of_a_call_that_fails_at_its_end(app: App, url: str | None) -> None:
+    ended = anyio.Event()
+
+    @app.agent("mars")
+    async def index(notification: Notification[Any]) -> None:
+        raise Reject("no such field")
+
+    @index.on_dead_letter
+    async def compensate(given_up: GivenUp[Any]) -> Any:
+        ended.set()
+        return 3
+
+    async def without_settle() -> None:
+        async with harness(app, server=url) as t:
+            await t.notify("mars", mars(), {})
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await ended.wait()
+            await t.stop()
+
+    with pytest.raises(AssertionError, match="agent 'index': the function of on_dead_letter has failed for mars@1"):
+        await without_settle()
 
 
 async def test_what_the_agent_has_published_itself_is_no_repeat_of_it(app: App, url: str | None) -> None:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import anyio
 import anyio.from_thread
 import pytest
 
-from aviso_workers import App, Batch, Delete, Notification, Reject, RetryPolicy, Stream, Table
+from aviso_workers import (
+    App,
+    Batch,
+    Delete,
+    GivenUp,
+    Notification,
+    Reject,
+    RetryPolicy,
+    Stream,
+    Table,
+    Window,
+    Windowing,
+)
 from aviso_workers.declare.tables import PAGES
 from aviso_workers.engine.key_value import RetryingKeyValue
 from aviso_workers.errors import ConflictError, DeclarationError, OutcomeUnknownError
@@ -21,6 +34,10 @@ from tests.contract.settings import mars
 pytestmark = pytest.mark.anyio
 
 PROMPT = RetryPolicy(first=0.01, factor=1, attempts=4, jitter=0)
+
+
+def happened(notification: Notification[Any]) -> datetime:
+    return datetime(2026, 11, 20, notification.payload, tzinfo=UTC)
 
 
 def add_one(count: int) -> int:
@@ -370,6 +387,65 @@ async def test_what_no_agent_handles_is_refused(app: App, url: str | None, count
                 "od", add_one, once=Notification(event_type="mars", identifier={}, payload=None, sequence=1)
             )
         assert await counts.get("od") == 0
+
+
+@pytest.mark.usefixtures("listed")
+async def test_a_function_of_on_dead_letter_counts_once_and_beside_its_agent(
+    app: App, url: str | None, counts: Table[int]
+) -> None:
+    calls: list[int] = []
+
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    async def count(notification: Notification[Any]) -> None:
+        await counts.update("od", add_one, once=notification)
+        raise Reject("after its update")
+
+    @count.on_dead_letter
+    async def given_up(given_up: GivenUp[Any]) -> None:
+        calls.append(given_up.notification.sequence)
+        await counts.update("od", add_one, once=given_up.notification)
+        if calls.count(given_up.notification.sequence) == 1:
+            raise ConnectionError("after its update")
+
+    async with harness(app, server=url) as t:
+        for step in range(9):
+            await t.notify("mars", mars(step=step), {})
+        await t.settle()
+        await t.retry_dead_letters()
+        await t.settle()
+        assert (await counts.get("od"), len(calls)) == (18, 27)
+
+
+async def test_a_dead_letter_that_cannot_be_read_counts_once(app: App, url: str | None, counts: Table[int]) -> None:
+    @app.agent("mars")
+    async def count(notification: Notification[int]) -> None: ...
+
+    @count.on_dead_letter
+    async def given_up(given_up: GivenUp[Any]) -> None:
+        await counts.update(given_up.reason, add_one, once=given_up.notification)
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(), "no number")
+        await t.settle()
+        assert await counts.get("undecodable") == 1
+
+
+async def test_a_window_that_is_given_up_is_refused(app: App, url: str | None, counts: Table[int]) -> None:
+    @app.agent("mars", window=Windowing(size="1h", initial=0, fold=lambda total, _: total + 1, time=happened))
+    async def hourly(window: Window[int]) -> None:
+        raise Reject("no such hour")
+
+    @hourly.on_dead_letter
+    async def given_up(given_up: GivenUp[Any]) -> None:
+        await counts.update("od", add_one, once=given_up.notification)
+
+    async with harness(app, server=url) as t:
+        await t.notify("mars", mars(), 6)
+        await t.notify("mars", mars(), 9)
+        with pytest.raises(
+            AssertionError, match="takes a notification of a stream, found mars@0, which stands for a window"
+        ):
+            await t.settle()
 
 
 async def test_a_table_with_a_history_takes_no_once(app: App, url: str | None) -> None:

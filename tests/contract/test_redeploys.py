@@ -56,7 +56,7 @@ ELSEWHERE = {
     "`where` of an agent": "tests/contract/test_shared_filters.py",
     "the name of an agent, also by the prefix of its router": "tests/contract/test_renamed_agents.py",
     "the function or the module of an agent": "tests/contract/test_renamed_agents.py",
-    "`key_order` of an event type": "tests/contract/test_key_orders.py",
+    "`key_order`, the type or format of a rule of an event type": "tests/contract/test_key_orders.py",
     "`topic.base` of an event type": "tests/contract/test_renamed_agents.py",
     "`ack_wait` of an agent": "tests/contract/test_shared_filters.py",
     "`storage_policy` of an event type": "tests/engine/test_provisioning.py",
@@ -632,7 +632,7 @@ async def test_a_tick_is_run_once_as_soon_as_no_worker_runs_its_own(deploy: Depl
     await deploy.stop_all(after)
 
 
-@row("`identifier`, `payload` of an event type")
+@row("other options of rules, such as `values` and `range`, and `payload` of an event type")
 async def test_what_is_stored_and_refused_by_new_rules_is_a_dead_letter(deploy: Deploy) -> None:
     handled: list[tuple[str, int]] = []
     before = of_agent(handled, "old", fails=99, retry=RetryPolicy(first=1.0, factor=1, jitter=0, attempts=99))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any, TypedDict
@@ -45,6 +45,33 @@ class Entry(TypedDict):
 
 class Ordinary:
     """A class that msgspec knows nothing of."""
+
+
+class Page(TypedDict):
+    rest: object
+
+
+class Book(Struct):
+    """Holds itself."""
+
+    parts: list[Book]
+    pages: tuple[Page, ...]
+
+
+class Noted(Struct):
+    note: object = None
+
+
+class Ordered(Struct):
+    other: list[Ordinary]
+
+
+@dataclass
+class Prepared:
+    """No body has the field of a class that msgspec does not know."""
+
+    location: str
+    other: Ordinary = field(default_factory=Ordinary)
 
 
 class Left(Struct):
@@ -102,7 +129,9 @@ class TestAnAgent:
         assert router.agent("mars")(Index().add).payload_type is Field
 
 
-@pytest.mark.parametrize("payload", [Any, int, dict[str, int], Field, Row, Entry, Field | None, list[Row] | str, bytes])
+@pytest.mark.parametrize(
+    "payload", [Any, int, dict[str, int], Field, Row, Entry, Prepared, Field | None, list[Row] | str, bytes]
+)
 def test_a_payload_type_is_taken_from_the_annotation(router: Router, payload: Any) -> None:
     async def handle(notification: Any) -> None: ...
 
@@ -411,6 +440,18 @@ async def with_a_nameless_resource(notification: Notification[Field], other: int
 async def with_a_foreign_payload(notification: Notification[Ordinary]) -> None: ...
 
 
+async def with_objects(notification: Notification[dict[str, object]]) -> None: ...
+
+
+async def with_an_object_deep_inside(notification: Notification[list[Book]]) -> None: ...
+
+
+async def with_an_optional_object(notification: Notification[Noted]) -> None: ...
+
+
+async def with_a_list_of_foreign_ones(notification: Notification[Ordered]) -> None: ...
+
+
 async def with_an_ambiguous_payload(notification: Notification[Left | Right]) -> None: ...
 
 
@@ -436,6 +477,10 @@ async def with_an_ambiguous_payload(notification: Notification[Left | Right]) ->
             with_a_foreign_payload,
             "cannot be read: msgspec does not know .*Ordinary.*use a msgspec.Struct, a dataclass",
         ),
+        (with_objects, "cannot be read: msgspec does not know <class 'object'>: use Any"),
+        (with_an_object_deep_inside, r"msgspec does not know <class 'object'> - at `\$\.pages\.rest`: use Any"),
+        (with_an_optional_object, r"msgspec does not know <class 'object'> - at `\$\.note`: use Any"),
+        (with_a_list_of_foreign_ones, r"msgspec does not know .*Ordinary'> - at `\$\.other`; use a msgspec.Struct"),
         (with_an_ambiguous_payload, "its payload type cannot be read: .*all Struct types must be tagged"),
     ],
 )

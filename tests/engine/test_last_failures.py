@@ -288,7 +288,7 @@ async def test_tasks_and_windows_are_recorded_too(backend: InMemoryBackend, fail
     await failures.write()
     assert (await recorded(backend, "tasks", "_lambda_")).text == "no task"
     found = await recorded(backend)
-    assert (found.text, found.of_window) == ("no window", True)
+    assert (found.text, found.of) == ("no window", "a window")
 
 
 async def test_what_cannot_be_written_is_written_later(

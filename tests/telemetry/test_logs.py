@@ -497,6 +497,7 @@ class TestTheStandardLibrarysLogging:
         level = logging.root.level
         yield lambda: monkeypatch.setattr(logging.root, "handlers", [])
         logging.root.setLevel(level)
+        logging.getLogger("httpx").setLevel(logging.NOTSET)
 
     @pytest.mark.parametrize("form", ["json", "console"])
     def test_is_written_as_the_other_lines_are(
@@ -529,6 +530,27 @@ class TestTheStandardLibrarysLogging:
         logs.configure(Logging(format="console"))
         logging.getLogger("fields").warning("indexed")
         assert capsys.readouterr().err == ""
+
+    @pytest.mark.parametrize(
+        ("level", "own", "written"),
+        [("info", logging.NOTSET, False), ("info", logging.INFO, True), ("debug", logging.NOTSET, True)],
+    )
+    def test_the_line_of_httpx_for_each_request_is_written_where_it_is_asked_for(
+        self,
+        capsys: pytest.CaptureFixture[str],
+        bare_root: Callable[[], None],
+        level: Literal["info", "debug"],
+        own: int,
+        written: bool,
+    ) -> None:
+        bare_root()
+        httpx = logging.getLogger("httpx")
+        httpx.setLevel(own)
+        logs.configure(Logging(level=level))
+        httpx.info("HTTP Request: GET")
+        httpx.warning("retried")
+        told = capsys.readouterr().err
+        assert ("HTTP Request: GET" in told, "retried" in told) == (written, True)
 
 
 def test_less_than_the_level_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:

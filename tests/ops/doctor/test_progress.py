@@ -518,8 +518,8 @@ def test_a_function_of_a_window_that_fails_is_named(working: Seen) -> None:
     """By hand: that of an agent is named by its redeliveries and dead letters."""
     now = working.facts.now
     failure = last_failure(now)
-    of_window = structs.replace(failure, of_window=True)
+    of_window = structs.replace(failure, of="a window")
     failures = {("field", "agents", "sums"): of_window, ("field", "agents", "index"): failure}
     assert judged(changed(working.facts, failures=failures)).found("JS077") == {
-        "field > window of agent sums": f"since {time_text(now)}, 3 times: OSError"
+        "field > agent sums": f"since {time_text(now)}, 3 times in a window: OSError"
     }

@@ -277,17 +277,18 @@ def ends_workers(facts: Facts) -> Iterator[Finding]:
 
 
 @declare("JS077", needs=("records",)).says(
-    "No timer, no task and no function of a window fails",
-    why="The function of a timer or of a window, or a task, raises each time. Nothing else of the app stops for that.",
+    "No timer, no task and no function of a window or of on_dead_letter fails",
+    why="The function of a timer, of a window or of on_dead_letter, or a task, raises each time. Nothing else of the "
+    "app stops for that.",
     cure=agent_report.RUNS_AGAIN,
 )
 def failing_timers(facts: Facts) -> Iterator[Finding]:
-    """The check warns of a timer whose last tick failed, and of a task or a function of a window that failed and has
-    not run for a minute since. Workers record it in the bucket `<app>__state`, and `agents ls` shows it too.
+    """The check warns of a timer whose last tick failed, and of a task or a function of a window or of `on_dead_letter`
+    that failed less than a minute ago. Workers record it in the bucket `<app>__state`, and `agents ls` shows it too.
     """
     for (app, kind, name), failure in facts.recorded.failures.items():
-        if (kind != "agents" or failure.of_window) and failure.until > facts.now:
-            place = f"{app} > {'window of ' if failure.of_window else ''}{kind.removesuffix('s')} {name}"
+        if (kind != "agents" or failure.of) and failure.until > facts.now:
+            place = f"{app} > {kind.removesuffix('s')} {name}"
             cure = agent_report.RUN_TIMER.format(quoted_in_cure(name)) if kind == "timers" else ""
             yield Finding(place=place, found=health.failing_text(failure), cure=cure)
 
