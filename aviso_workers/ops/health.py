@@ -24,8 +24,8 @@ from msgspec import Struct
 
 from aviso_workers.aviso.literals import SECOND, printable, quoted, time_text
 from aviso_workers.backends import ConsumerInfo
+from aviso_workers.declare.agents import agent_of
 from aviso_workers.jetstream.info import StreamInfo
-from aviso_workers.ops import agent_inventory
 from aviso_workers.ops.agent_control import SKEW_SECONDS, end_text
 from aviso_workers.state import consumer_records, worker_records
 from aviso_workers.state.consumer_records import ConsumerRecord
@@ -674,7 +674,7 @@ def _runs_unrecorded(app: str, workers: AppWorkers, consumers: Consumers) -> boo
     return any(
         each.num_waiting or (each.last_settled is not None and each.last_settled > until)
         for (_, name), each in consumers.items()
-        if (of := agent_inventory.agent_of(name)) and of[0] == app
+        if (of := agent_of(name)) and of[0] == app
     )
 
 

@@ -55,6 +55,7 @@ STEPS = itertools.count()
 ELSEWHERE = {
     "`where` of an agent": "tests/contract/test_shared_filters.py",
     "the name of an agent, also by the prefix of its router": "tests/contract/test_renamed_agents.py",
+    "the name of the app, the app that has an agent": "tests/contract/test_renamed_agents.py",
     "the function or the module of an agent": "tests/contract/test_renamed_agents.py",
     "`key_order` of an event type": "tests/contract/test_key_orders.py",
     "`topic.base` of an event type": "tests/contract/test_renamed_agents.py",
@@ -565,7 +566,7 @@ async def test_nothing_is_stored_of_a_default(deploy: Deploy) -> None:
     await deploy.stop_all(after)
 
 
-@row("the name of a table, counter or timer, the name of the app")
+@row("the name of a table, counter or timer, also by that of the app")
 async def test_another_name_begins_with_nothing(deploy: Deploy) -> None:
     before, after, back = App("contract"), App("contract"), App("contract")
     old, new, again = before.counter("jobs"), after.counter("tasks"), back.counter("jobs")
