@@ -54,7 +54,10 @@ OF_UNRECORDED = (
     "Give the workers' user the right to publish to `$KV.{app}__live.>` (`aviso-workers server render --role worker "
     "--app MODULE:APP`)."
 )
-OF_VERSIONS = "Finish the deploy, or stop the workers of the version that is not meant to run."
+OF_VERSIONS = (
+    "Finish the deploy, or stop the workers of the version that is not meant to run; if they are two programs, give "
+    "their apps two names."
+)
 
 
 class Unknown(Struct, frozen=True):
