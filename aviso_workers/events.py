@@ -887,7 +887,8 @@ class FiltersDiffer(_OfConsumer, frozen=True, kw_only=True):
 
 
 class AgentMoved(_OfAgent, frozen=True, kw_only=True):
-    """An agent reads another stream than before, because the `topic.base` of its event type was changed."""
+    """An agent reads another stream than before, because the `topic.base` of its event type was changed; or another
+    program has an app and an agent of these names."""
 
     stream: str
     before: str
@@ -896,14 +897,20 @@ class AgentMoved(_OfAgent, frozen=True, kw_only=True):
     """The name of its consumer on either stream."""
     left: int
     """Notifications of the former stream that it has not settled."""
+    is_read: bool = False
+    """Whether a worker may read the former stream now."""
 
     def lines(self) -> Iterator[LogLine]:
+        removal = (
+            f"else remove the consumer: `aviso-workers consumers rm {quoted(self.before)} {quoted(self.consumer)}`"
+        )
+        other = "if another program reads it, give its app or agent another name"
         yield self.line(
             "warning",
             "agent.moved",
             *("agent", "stream", "before", "left"),
-            cure="to handle what is left, run a worker with the former topic.base; else remove the consumer: "
-            f"`aviso-workers consumers rm {quoted(self.before)} {quoted(self.consumer)}`",
+            cure="to handle what is left, run a worker with the former topic.base; "
+            + (other if self.is_read else removal),
         )
 
 

@@ -441,6 +441,9 @@ class Streams(Protocol):
     async def consumer_info(self, stream: str, consumer: str, *, timeout_seconds: float = 5.0) -> ConsumerInfo:
         """Return a consumer's configuration and state."""
 
+    async def consumers(self, stream: str) -> list[ConsumerInfo]:
+        """Return the configurations and states of all consumers of a stream, by one request for some hundreds."""
+
     async def delete_consumer(self, stream: str, consumer: str) -> None:
         """Delete a consumer and its position in the stream, for good."""
 
@@ -609,9 +612,6 @@ class Management(Streams, Protocol):
 
     async def consumer_names(self, stream: str) -> list[str]:
         """Return the names of all consumers of a stream."""
-
-    async def consumers(self, stream: str) -> list[ConsumerInfo]:
-        """Return the configurations and states of all consumers of a stream, by one request for some hundreds."""
 
     async def put_consumer(
         self,

@@ -417,7 +417,7 @@ def reset(
 @agents.command()
 def rename(
     target: str = AGENT,
-    to: str = argument("NEW", "Name that the code gives it now."),
+    to: str = argument("NEW|APP/NEW", "Name that the code gives it now, with that of its app if that is another one."),
     workers_stopped: bool = flag(
         "--workers-stopped",
         "All workers with the old name are stopped, also those that are frozen or cut off from the server. "
@@ -427,22 +427,27 @@ def rename(
     yes: bool = YES,
     config: ConfigSource | None = CONFIG,
 ) -> None:
-    """Rename an agent on the server: under its new name, it goes on where it is. Stop the workers with the old name
-    first. Its dead letters stay under the old name.
+    """Rename an agent on the server, or move it to another app: under its new name, it goes on where it is. Stop the
+    workers with the old name first. Its dead letters stay under the old name.
 
     Example: aviso-workers agents rename field-index/index index_field
     """
     app, agent = parts_of(target)
     name, config = named_app(app, config)
+    to_app, new = parts_of(to) if "/" in to else (name, to)
 
     async def run(server: OpenedServer) -> None:
-        plan = await agent_control.plan_rename(server.admin, name, agent, to, workers_stopped=workers_stopped)
+        plan = await agent_control.plan_rename(
+            server.admin, name, agent, new, to_app=to_app, workers_stopped=workers_stopped
+        )
         rows = [(stream, str(record.ack_floor + 1)) for stream, record in plan.records.items()]
         print_table(("stream", "goes on at"), rows, none="")
         if plan.unsettled:
             typer.echo(f"{plan.unsettled} notifications begin with their first attempt again")
         if plan.again:
             typer.echo(f"{plan.again} notifications that were settled after an unsettled one are handled again")
+        if plan.to_is_new:
+            typer.echo(f"nothing is known of an app {to_app}: make sure that this is its name")
         confirm(yes, to="rename it")
         async with recorded(server, "rename-agent", f"{name}/{agent}", to=to) as result:
             await agent_control.rename(server.admin, plan)

@@ -20,8 +20,9 @@ from aviso_workers.cli.options import argument
 from aviso_workers.cli.targets import OpenedServer, opened, source_of
 from aviso_workers.cli.targets import load as load_config
 from aviso_workers.config import Config
+from aviso_workers.declare.agents import agent_of
 from aviso_workers.errors import AvisoWorkersError
-from aviso_workers.ops import agent_inventory, aviso_admin
+from aviso_workers.ops import aviso_admin
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ async def _agents(server: OpenedServer) -> set[tuple[str, str]]:
     """Return the names of all agents that read one of the configured event streams, each after that of its app."""
     streams = await aviso_admin.event_streams(server.admin, server.config)
     names = [name for stream in streams for name in await server.admin.consumer_names(stream)]
-    return set(filter(None, map(agent_inventory.agent_of, names)))
+    return set(filter(None, map(agent_of, names)))
 
 
 def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:

@@ -38,6 +38,7 @@ from aviso_workers.declare.timers import Schedule, Timer
 from aviso_workers.declare.verdicts import Ack, Classifier, GivenUp, Reject, Retry
 from aviso_workers.declare.windows import KeyState, Window, Windowing
 from aviso_workers.errors import DeclarationError, InvalidPositionError
+from aviso_workers.jetstream.specs import OURS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -900,6 +901,12 @@ def _start(name: str, start: int | str | datetime) -> str:
 def durable_name(app: str, agent: str) -> str:
     """Return the durable consumer that all workers of the app share for this agent."""
     return f"{app}__{agent}"
+
+
+def agent_of(consumer: str) -> tuple[str, str] | None:
+    """Return the app and the agent of a durable consumer; None where the name is not that of an agent."""
+    app, between, agent = consumer.partition("__")
+    return (app, agent) if app and between and agent and not f"{app}_".startswith(OURS) else None
 
 
 def included(agent: Agent[Any, Any], agents: Sequence[Agent[Any, Any]]) -> Agent[Any, Any] | None:

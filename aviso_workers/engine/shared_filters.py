@@ -133,7 +133,7 @@ class SharedFilter(Struct, eq=False, dict=True):
         """
         found = await self.recorder.found()
         if found is None and self.known_agents and not self.states_start and not await self.recorder.is_known():
-            await self.known_agents.require_new(self.recorder.agent, self.recorder.stream, self._own.filter_subjects)
+            await self.known_agents.require_new(self.recorder.agent, self.recorder.stream, self._own)
         known = await self._register(found)
         if known is not None and len(known[1]) > 1:
             found = await self.recorder.found()  # another version may have narrowed it before this one was registered
@@ -253,7 +253,8 @@ class SharedFilter(Struct, eq=False, dict=True):
         """State what the agent has left in another stream that it has read before."""
         with suppress(BackendError):  # the consumer there was removed
             left = await self.recorder.backend.consumer_info(before, self.consumer.durable_name)
-            self.recorder.emit(AgentMoved, before=before, left=left.num_pending + left.num_ack_pending)
+            is_read = bool(left.num_waiting or left.num_ack_pending)
+            self.recorder.emit(AgentMoved, before=before, left=left.lag, is_read=is_read)
 
     async def _register(
         self, found: ConsumerInfo | None

@@ -24,7 +24,7 @@ from aviso_workers.aviso.positions import Position
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
-from aviso_workers.declare.agents import Router
+from aviso_workers.declare.agents import Router, agent_of
 from aviso_workers.errors import (
     DeclarationError,
     DeniedError,
@@ -187,7 +187,7 @@ async def _subjects(admin: Admin, owner: str, agent: str) -> dict[tuple[str, str
 
 
 def _is_of(consumer: str, owner: str, agent: str) -> bool:
-    of = agent_inventory.agent_of(consumer)
+    of = agent_of(consumer)
     return of is not None and of[0] == owner and agent in ("", of[1])
 
 
@@ -247,6 +247,7 @@ class Rename(Struct, frozen=True, kw_only=True):
 
     app: str
     agent: str
+    to_app: str
     to: str
     records: Mapping[str, ConsumerRecord]
     """By stream, up to where the agent has settled everything."""
@@ -254,6 +255,8 @@ class Rename(Struct, frozen=True, kw_only=True):
     """Notifications that were delivered and not settled: they are handled from their first attempt again."""
     again: int
     """Notifications that were settled after an unsettled one: they are handled again."""
+    to_is_new: bool
+    """Whether nothing is known of the app that the agent would belong to, as where its name is misspelled."""
 
 
 def declared(app: Router, config: Config, agent: str) -> AgentConsumer:
@@ -398,17 +401,22 @@ async def reset(admin: Admin, plan: Reset) -> int:
     return await admin.count(agent.stream, filter_subjects=plan.filter_subjects, start_sequence=plan.sequence)
 
 
-async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_stopped: bool = False) -> Rename:
-    """Return the plan to let the agent `to` of the app named `owner` go on where `agent` is.
+async def plan_rename(
+    admin: Admin, owner: str, agent: str, to: str, *, to_app: str = "", workers_stopped: bool = False
+) -> Rename:
+    """Return the plan to let the agent `to` of an app, by default of the one named `owner`, go on where `agent` is.
 
     Raises `NotFoundError` where `agent` is not known, `DeclarationError` for a name that no agent may have,
     `RefusedError` where `to` has run, `agent` is paused, has retries or windows that would stay behind, or where it may
     have a worker.
     """
+    to_app = agents.check_name("app", to_app or owner)
     agents.check_name("agent", to)
-    if to == agent:
+    if agent_of(agents.durable_name(to_app, to)) != (to_app, to):
+        raise DeclarationError(f"no app has the name {to_app!r}, which part of a consumer's name could be")
+    if (to_app, to) == (owner, agent):
         raise DeclarationError(f"agent {agent} has that name already: give the name that the code gives it now")
-    records = await _records_to_rename(admin, owner, agent, to)
+    records = await _records_to_rename(admin, owner, agent, to_app, to)
     unsettled = again = 0
     for stream in (*records, of_app(RETRIES, owner)):
         with suppress(NotFoundError):
@@ -420,10 +428,19 @@ async def plan_rename(admin: Admin, owner: str, agent: str, to: str, *, workers_
                 ahead = await admin.count(stream, filter_subjects=info.config.filters, start_sequence=info.settled + 1)
                 unsettled += info.num_ack_pending
                 again += max(0, ahead - info.num_pending - info.num_ack_pending)
-    return Rename(app=owner, agent=agent, to=to, records=records, unsettled=unsettled, again=again)
+    return Rename(
+        app=owner,
+        agent=agent,
+        to_app=to_app,
+        to=to,
+        records=records,
+        unsettled=unsettled,
+        again=again,
+        to_is_new=not await consumer_records.entries_of(admin, to_app),
+    )
 
 
-async def _records_to_rename(admin: Admin, owner: str, agent: str, to: str) -> dict[str, ConsumerRecord]:
+async def _records_to_rename(admin: Admin, owner: str, agent: str, to_app: str, to: str) -> dict[str, ConsumerRecord]:
     """Return by stream the records of an agent. Raises as `plan_rename` does."""
     stored = await consumer_records.stored(admin)
     records = {
@@ -439,16 +456,16 @@ async def _records_to_rename(admin: Admin, owner: str, agent: str, to: str) -> d
             f"{quoted(f'{owner}/{agent}')}`, and declare {to} with start='new'"
         )
     for stream in records:  # of its retries, an agent has a consumer before it may begin
-        if await inventory.existing(admin.consumer_info(stream, agents.durable_name(owner, to))):
-            raise RefusedError(f"agent {to} of app {owner} has run: it has a consumer on stream {stream}")
+        if await inventory.existing(admin.consumer_info(stream, agents.durable_name(to_app, to))):
+            raise RefusedError(f"agent {to} of app {to_app} has run: it has a consumer on stream {stream}")
     for stream, record in records.items():
-        known = stored.get((owner, to, stream))
+        known = stored.get((to_app, to, stream))
         if known is None or known.removed:
             continue
         if known.time != record.time:
             raise RefusedError(
-                f"agent {to} of app {owner} has run: it has settled stream {stream} up to sequence {known.ack_floor}; "
-                f"to forget that, run `aviso-workers agents rm {quoted(f'{owner}/{to}')}`"
+                f"agent {to} of app {to_app} has run: it has settled stream {stream} up to sequence {known.ack_floor}; "
+                f"to forget that, run `aviso-workers agents rm {quoted(f'{to_app}/{to}')}`"
             )
         records[stream] = known  # by a rename that was broken off, which knew the consumer
     return records
@@ -473,9 +490,9 @@ async def rename(admin: Admin, plan: Rename) -> None:
     `BackendError`; it can be repeated then.
     """
     # First, so that the code's agent is not taken for a new one where `to` is not its name.
-    await KnownAgents(admin, app=plan.app, declared=()).rename(plan.agent, plan.to)
+    await KnownAgents(admin, app=plan.app, declared=()).rename(plan.agent, plan.to, app=plan.to_app)
     for stream, record in plan.records.items():
-        await consumer_records.rename(admin, record, app=plan.app, agent=plan.to, stream=stream)
+        await consumer_records.rename(admin, record, app=plan.to_app, agent=plan.to, stream=stream)
     for stream in (*plan.records, of_app(RETRIES, plan.app)):
         with suppress(NotFoundError):
             await admin.delete_consumer(stream, agents.durable_name(plan.app, plan.agent))

@@ -17,7 +17,6 @@ from aviso_workers import clocks
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.declare import agents as agents_
 from aviso_workers.errors import UndecodableError
-from aviso_workers.jetstream.specs import OURS
 from aviso_workers.ops import inventory
 from aviso_workers.ops.inventory import Denials, asked
 from aviso_workers.state import (
@@ -79,7 +78,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
 async def agents(admin: Admin, stream: str) -> dict[tuple[str, str], ConsumerInfo]:
     """Return the consumers of a stream that belong to agents, by app and agent. Raises `BackendError`."""
     consumers = await inventory.existing(admin.consumers(stream))
-    return {found: consumer for consumer in consumers or () if (found := agent_of(consumer.name))}
+    return {found: consumer for consumer in consumers or () if (found := agents_.agent_of(consumer.name))}
 
 
 async def retries(admin: Admin) -> dict[tuple[str, str], ConsumerInfo]:
@@ -180,9 +179,3 @@ async def dead_letters_since(admin: Admin, app: str, agent: str, since: datetime
 
 async def _subject_counts(admin: Admin, stream: str, subject: str = ">") -> dict[str, int]:
     return await inventory.existing(admin.subject_counts(stream, subject=subject)) or {}
-
-
-def agent_of(consumer: str) -> tuple[str, str] | None:
-    """Return the app and the agent of a durable consumer; None where the name is not that of an agent."""
-    app, between, agent = consumer.partition("__")
-    return (app, agent) if app and between and agent and not f"{app}_".startswith(OURS) else None

@@ -18,7 +18,7 @@ from aviso_workers.aviso.literals import SECOND, quoted
 from aviso_workers.backends import Admin, ConsumerInfo
 from aviso_workers.config import Config
 from aviso_workers.declare import agents
-from aviso_workers.declare.agents import Agent
+from aviso_workers.declare.agents import Agent, agent_of
 from aviso_workers.jetstream import subjects
 from aviso_workers.jetstream.info import ConsumerConfig, StreamInfo
 from aviso_workers.jetstream.specs import BUCKET, OURS
@@ -132,13 +132,11 @@ def facts(now: ServerSnapshot, *, declared: Iterable[Key] = ()) -> list[AgentFac
     """Return what a snapshot shows of each agent, in the order of the streams, apps and agents. `declared` ones are
     among them even where they have never run."""
     streams = {name for name in now.streams if not name.startswith((OURS, BUCKET))}
-    found = {
-        (*of, stream) for stream, name in now.consumers if stream in streams and (of := agent_inventory.agent_of(name))
-    }
+    found = {(*of, stream) for stream, name in now.consumers if stream in streams and (of := agent_of(name))}
     declared = [*declared]
     reads = {key[:2]: key[2] for key in declared}
     for stream, name in now.recorded.consumers:
-        of = agent_inventory.agent_of(name)
+        of = agent_of(name)
         # One that reads another stream now has left its record of the former one.
         if of is not None and not own_streams.app_of(RETRIES, stream) and reads.get(of, stream) == stream:
             found.add((*of, stream))

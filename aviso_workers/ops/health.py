@@ -24,8 +24,8 @@ from msgspec import Struct
 
 from aviso_workers.aviso.literals import SECOND, printable, quoted, time_text
 from aviso_workers.backends import ConsumerInfo
+from aviso_workers.declare.agents import agent_of
 from aviso_workers.jetstream.info import StreamInfo
-from aviso_workers.ops import agent_inventory
 from aviso_workers.ops.agent_control import SKEW_SECONDS, end_text
 from aviso_workers.state import consumer_records, worker_records
 from aviso_workers.state.consumer_records import ConsumerRecord
@@ -54,7 +54,10 @@ OF_UNRECORDED = (
     "Give the workers' user the right to publish to `$KV.{app}__live.>` (`aviso-workers server render --role worker "
     "--app MODULE:APP`)."
 )
-OF_VERSIONS = "Finish the deploy, or stop the workers of the version that is not meant to run."
+OF_VERSIONS = (
+    "Finish the deploy, or stop the workers of the version that is not meant to run; if they are two programs, give "
+    "their apps two names."
+)
 
 
 class Unknown(Struct, frozen=True):
@@ -675,7 +678,7 @@ def _runs_unrecorded(app: str, workers: AppWorkers, consumers: Consumers) -> boo
     return any(
         each.num_waiting or (each.last_settled is not None and each.last_settled > until)
         for (_, name), each in consumers.items()
-        if (of := agent_inventory.agent_of(name)) and of[0] == app
+        if (of := agent_of(name)) and of[0] == app
     )
 
 

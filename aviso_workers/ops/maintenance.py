@@ -10,10 +10,11 @@ import anyio
 from msgspec import Struct
 
 from aviso_workers.backends import Admin
+from aviso_workers.declare.agents import agent_of
 from aviso_workers.errors import BackendError, DeclarationError, NotFoundError, RefusedError, UnavailableError
 from aviso_workers.jetstream import error_codes
 from aviso_workers.jetstream.info import Cluster, StreamConfig
-from aviso_workers.ops import agent_inventory, inventory
+from aviso_workers.ops import inventory
 from aviso_workers.state import consumer_records
 from aviso_workers.state.audit_records import PURGED, Affected
 
@@ -97,7 +98,7 @@ async def seal(admin: Admin, stream: str) -> None:
 
 async def remove_consumer(admin: Admin, stream: str, consumer: str) -> None:
     """Remove a consumer; an agent of ours that had it begins again where its `start` says. Raises `NotFoundError`."""
-    of_agent = agent_inventory.agent_of(consumer)
+    of_agent = agent_of(consumer)
     found = await admin.consumer_info(stream, consumer)
     await admin.delete_consumer(stream, consumer)
     if of_agent is not None:

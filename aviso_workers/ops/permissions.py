@@ -202,6 +202,7 @@ def _agent(api: _Api, app: Router, agent: Agent[Any, Any]) -> Iterator[str]:
     stream = streams.event_stream(agent.event_type, api.config.notification_schema[agent.event_type], api.config).name
     durable, singleton = agent.durable_name(app.name), agent.policy.singleton
     yield from api.consume(stream, durable, singleton=singleton)
+    yield f"{api.prefix}.CONSUMER.LIST.{stream}"  # to recognise an agent that another app had before
     yield from api.consume(own_streams.of_app(RETRIES, app.name), durable, singleton=singleton)
 
 

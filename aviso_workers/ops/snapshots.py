@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from aviso_workers.aviso.codec import store_time
 from aviso_workers.backends import Admin
+from aviso_workers.declare.agents import agent_of
 from aviso_workers.errors import NotFoundError, UnavailableError
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
 from aviso_workers.ops import agent_inventory, inventory
@@ -81,7 +82,7 @@ async def take(admin: Admin, *, stream: str = "") -> ServerSnapshot:
         for name in [stream] if stream else [name for name, found in streams.items() if found.consumers]:
             tasks.start_soon(list_consumers, name)
     if stream:
-        apps = {of[0] for _, name in consumers if (of := agent_inventory.agent_of(name))}
+        apps = {of[0] for _, name in consumers if (of := agent_of(name))}
         async with task_group() as tasks:
             for app in apps:
                 tasks.start_soon(list_consumers, own_streams.of_app(RETRIES, app))
@@ -113,11 +114,7 @@ async def oldest_pending(
     """
     agents: dict[tuple[str, int, str], list[tuple[str, str]]] = defaultdict(list)
     for key, each in consumers.items():
-        if (
-            agent_inventory.agent_of(key[1])
-            and each.num_pending
-            and (each.num_pending >= CATCHES_UP or not each.num_waiting)
-        ):
+        if agent_of(key[1]) and each.num_pending and (each.num_pending >= CATCHES_UP or not each.num_waiting):
             (wanted,) = each.config.filters if len(each.config.filters) == 1 else (">",)
             agents[key[0], each.position + 1, wanted].append(key)
     found: dict[tuple[str, str], datetime] = {}

@@ -19,6 +19,8 @@ import pytest
 from anyio.abc import TaskGroup
 
 from aviso_workers import App, Batch, Batching, Notification, Reject, RetryPolicy, Tick, Window, Windowing
+from aviso_workers.aviso.literals import Duration
+from aviso_workers.aviso.schema import StoragePolicy
 from aviso_workers.config import Config
 from aviso_workers.declare import timers
 from aviso_workers.declare.verdicts import OtherVersionError
@@ -55,13 +57,12 @@ STEPS = itertools.count()
 ELSEWHERE = {
     "`where` of an agent": "tests/contract/test_shared_filters.py",
     "the name of an agent, also by the prefix of its router": "tests/contract/test_renamed_agents.py",
+    "the name of the app, the app that has an agent": "tests/contract/test_renamed_agents.py",
     "the function or the module of an agent": "tests/contract/test_renamed_agents.py",
     "`key_order`, the type or format of a rule of an event type": "tests/contract/test_key_orders.py",
     "`topic.base` of an event type": "tests/contract/test_renamed_agents.py",
     "`ack_wait` of an agent": "tests/contract/test_shared_filters.py",
-    "`storage_policy` of an event type": "tests/engine/test_provisioning.py",
     "`limits` of an agent": "tests/contract/test_limits.py",
-    "`singleton` of an agent": "tests/test_singletons.py",
 }
 """Rows of the table that another module tests."""
 HERE: set[str] = set()
@@ -459,6 +460,22 @@ async def test_settings_of_a_worker_hold_for_what_it_handles(deploy: Deploy) -> 
     await deploy.stop_all(after)
 
 
+@row("`singleton` of an agent")
+async def test_a_singleton_goes_on_where_the_agent_was_when_its_workers_had_stopped(deploy: Deploy) -> None:
+    handled: list[tuple[str, int]] = []
+    before, alone, after = (
+        of_agent(handled, version, singleton=version == "alone") for version in ("old", "alone", "new")
+    )
+    for old, new, steps in ((None, before, (1, 2)), (before, alone, (3, 4)), (alone, after, (5, 6))):
+        if old is not None:
+            await deploy.stop(old)
+        await deploy.start(new)
+        await publish(deploy, *steps)
+        await deploy.until_handled("index")
+    assert sorted(handled) == [("alone", 3), ("alone", 4), ("new", 5), ("new", 6), ("old", 1), ("old", 2)]
+    await deploy.stop_all(after)
+
+
 @row("`start` of an agent")
 async def test_an_agent_that_has_run_goes_on_where_it_is(deploy: Deploy) -> None:
     handled: list[tuple[str, int]] = []
@@ -565,7 +582,7 @@ async def test_nothing_is_stored_of_a_default(deploy: Deploy) -> None:
     await deploy.stop_all(after)
 
 
-@row("the name of a table, counter or timer, the name of the app")
+@row("the name of a table, counter or timer, also by that of the app")
 async def test_another_name_begins_with_nothing(deploy: Deploy) -> None:
     before, after, back = App("contract"), App("contract"), App("contract")
     old, new, again = before.counter("jobs"), after.counter("tasks"), back.counter("jobs")
@@ -630,6 +647,32 @@ async def test_a_tick_is_run_once_as_soon_as_no_worker_runs_its_own(deploy: Depl
     await deploy.until(lambda: len(ticks) == 3)
     assert len({time for _, time in ticks}) == 3
     await deploy.stop_all(after)
+
+
+@row("`storage_policy` of an event type")
+async def test_a_stream_takes_a_new_policy_and_loses_nothing_by_it(deploy: Deploy) -> None:
+    def of_policy(**policy: Any) -> Config:
+        schema = dict(deploy.t.app.config.notification_schema)
+        schema["mars"] = msgspec.structs.replace(schema["mars"], storage_policy=StoragePolicy(**policy))
+        return msgspec.structs.replace(deploy.t.app.config, notification_schema=schema)
+
+    before, longer, smaller = (of_agent([], version) for version in ("before", "longer", "smaller"))
+    await deploy.start(before)
+    await publish(deploy, 1, 2, 3)
+    stored = (await deploy.t.app.session.admin.stream_info("MARS")).messages
+    for old, new, policy, changed in (
+        (before, longer, {"retention_time": Duration(60 * 86_400)}, "max_age"),
+        (longer, smaller, {"max_messages": 1}, "max_msgs"),
+    ):
+        if not deploy.rolling:
+            await deploy.stop(old)
+        await deploy.start(new, config=of_policy(**policy))
+        [told, *_] = [each for each in deploy.stated(new, StreamProvisioned) if each.stream == "MARS"]
+        assert any(each.startswith(changed) for each in told.differences), told
+        assert (told.action, bool(told.refused)) == (("kept", True) if new is smaller else ("updated", False))
+        await deploy.finish(old)
+    assert (await deploy.t.app.session.admin.stream_info("MARS")).messages == stored
+    await deploy.stop_all(smaller)
 
 
 @row("other options of rules, such as `values` and `range`, and `payload` of an event type")

@@ -1,20 +1,25 @@
-"""An agent that was renamed is not taken for a new one, and does not handle its stream again, on either backend."""
+"""An agent that was renamed, or moved to another app, is not taken for a new one, and does not handle its stream again,
+on either backend.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
 import pytest
 
 from aviso_workers import Agent, App, Notification, Router
-from aviso_workers.errors import DeclarationError, NotFoundError, RefusedError
+from aviso_workers.backends.in_memory import InMemoryBackend
+from aviso_workers.backends.jetstream import JetStreamBackend
+from aviso_workers.errors import DeclarationError, DeniedError, NotFoundError, RefusedError
 from aviso_workers.events import AgentDisturbed, AgentMoved, AgentStarted, FunctionsDiffer
 from aviso_workers.jetstream.specs import ConsumerSpec
 from aviso_workers.ops import agent_control, agent_inventory
-from aviso_workers.state import consumer_records, own_streams
+from aviso_workers.state import consumer_records, known_agents, own_streams
 from aviso_workers.state.known_agents import KnownAgents
 from aviso_workers.testing import Harness, harness
 from tests.contract.settings import mars
@@ -75,6 +80,51 @@ class Deployment:
     async def publish(self, *steps: int) -> None:
         for step in steps:
             await self.t.notify("mars", mars(step=step), {})
+
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        """A worker of the agent `index`, which asks for notifications until the block is left."""
+        async with self.worker(self.agent("index")):
+            with anyio.fail_after(PATIENCE_SECONDS):
+                while not (await self.t.app.session.admin.consumer_info("MARS", "contract__index")).num_waiting:
+                    await self.t.advance(0.05)
+            yield
+
+    @asynccontextmanager
+    async def other_app(self, name: str, agent: str, **options: Any) -> AsyncIterator[OtherApp]:
+        """A worker of another app, which runs an agent of this name until the block is left."""
+        app, stop, begun = OtherApp(name), anyio.Event(), anyio.Event()
+
+        async def handle(notification: Notification[Any]) -> None:
+            app.handled.append(notification.identifier["step"])
+
+        handle.__qualname__ = options.pop("function", "") or handle.__qualname__
+        app.agent("mars", name=agent, **options)(handle)
+        app.events.listen(app.hear, AgentDisturbed)
+        app.configure(self.t.app.config, opening=self.t.app._opening)
+        async with app, anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(app._work, stop, begun=begun))
+            await self.until(begun.is_set)
+            yield app
+            stop.set()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not condition():
+                await self.t.advance(0.05)
+
+
+class OtherApp(App):
+    """An app, what its agent has handled, and why the agent does not begin."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.handled: list[str] = []
+        self.told: list[str] = []
+
+    def hear(self, event: AgentDisturbed) -> None:
+        if event.stream == "MARS":
+            self.told.append(str(event.error))
 
 
 @pytest.fixture
@@ -281,6 +331,129 @@ async def test_an_agent_whose_event_type_gets_another_base_says_what_it_leaves(a
 
 
 async def handles_nothing(notification: Notification[Any]) -> None: ...
+
+
+async def test_an_agent_that_another_program_runs_on_another_stream_is_not_said_to_be_left(
+    app: App, nats_url: str
+) -> None:
+    """Two teams have given their apps one name: the consumer on the other stream is the other team's."""
+    moved: list[AgentMoved] = []
+    ours, theirs = App("teams"), App("teams")
+    for team, base in ((theirs, "before"), (ours, "after")):
+        team.event_type("job", base=base, key=["id"])
+        team.agent("job", name="index")(handles_nothing)
+    ours.events.listen(moved.append, AgentMoved)
+    async with harness(theirs, server=nats_url or None) as t:
+        await t.notify("job", {"id": "1"})
+        await t.settle()
+        await t.deploy(ours, beside=True)
+        await t.settle()
+    (told,) = moved
+    (line,) = told.lines()
+    assert told.before == "BEFORE"
+    assert "if another program reads it, give its app or agent another name" in str(line.fields["cure"])
+    assert "consumers rm" not in str(line.fields["cure"])
+
+
+SAME_NAME, SAME_FUNCTION = {"agent": "index"}, {"agent": "kept", "function": "Deployment.agent.<locals>.handle"}
+
+
+@pytest.mark.parametrize("alike", [SAME_NAME, SAME_FUNCTION], ids=["its name", "its function"])
+async def test_an_agent_that_another_app_had_does_not_begin(deployment: Deployment, alike: dict[str, str]) -> None:
+    name = alike["agent"]
+    async with deployment.other_app("other", **alike) as other:
+        await deployment.until(lambda: other.told)
+        assert f"agent {name} of app other has never run, and agent index of app contract, on which nobody works" in (
+            refusal := other.told[0]
+        )
+        assert "has settled stream MARS with the same filter up to sequence 2" in refusal
+        assert f"`aviso-workers agents rename contract/index other/{name}`" in refusal
+        assert "agents rm" not in refusal
+    assert other.handled == []
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        pytest.param({"agent": "kept"}, id="another name and function"),
+        pytest.param({"agent": "index", "where": {"class": "xx"}}, id="another filter"),
+        pytest.param({"agent": "index", "start": "all"}, id="a start that its author says"),
+    ],
+)
+async def test_an_agent_of_another_app_begins_where_it_is_another_one(
+    deployment: Deployment, unlike: dict[str, Any]
+) -> None:
+    async with deployment.other_app("other", **unlike) as other:
+        await deployment.publish(2)
+        await deployment.until(lambda: "where" in unlike or len(other.handled) == 3)
+        assert other.told == []
+
+
+async def test_two_apps_at_work_read_one_stream_from_its_beginning(deployment: Deployment) -> None:
+    async with deployment.at_work(), deployment.other_app("other", **SAME_NAME) as other:
+        await deployment.until(lambda: len(other.handled) == 2)
+        assert other.told == []
+
+
+@pytest.mark.parametrize("sure_seconds", [0.0, 30.0])
+async def test_an_agent_that_was_refused_does_not_begin_when_the_old_app_is_started_again(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, sure_seconds: float
+) -> None:
+    """As an operator does who goes back to the old version. It begins where somebody worked on it after all."""
+    monkeypatch.setattr(known_agents, "SURE_SECONDS", sure_seconds)
+    async with deployment.other_app("other", **SAME_NAME) as other:
+        await deployment.until(lambda: other.told)
+        async with deployment.at_work():
+            before = len(other.told)
+            await deployment.until(lambda: len(other.told) > before + 1 or len(other.handled) == 2)
+    assert other.handled == ([] if sure_seconds == 0 else ["0", "1"])
+
+
+async def test_a_worker_that_may_not_list_consumers_begins(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def denied(*_: Any) -> None:
+        raise DeniedError("$JS.API.CONSUMER.LIST.MARS: permissions violation")
+
+    for backend in (InMemoryBackend, JetStreamBackend):
+        monkeypatch.setattr(backend, "consumers", denied)
+    async with deployment.other_app("other", **SAME_NAME) as other:
+        await deployment.until(lambda: len(other.handled) == 2)
+        assert other.told == []
+
+
+async def test_an_agent_goes_on_in_the_app_to_which_it_is_renamed(deployment: Deployment) -> None:
+    admin = deployment.t.app.session.admin
+    await deployment.publish(2)
+    with pytest.raises(DeclarationError, match="no app has the name 'other_'"):
+        await agent_control.plan_rename(admin, "contract", "index", "kept", to_app="other_")
+    async with deployment.other_app("other", **SAME_FUNCTION) as other:
+        await deployment.until(lambda: other.told)
+        plan = await agent_control.plan_rename(admin, "contract", "index", "kept", to_app="other", workers_stopped=True)
+        assert not plan.to_is_new
+        await agent_control.rename(admin, plan)
+        await deployment.until(lambda: other.handled == ["2"])
+    with pytest.raises(NotFoundError):
+        await admin.consumer_info("MARS", "contract__index")
+
+
+async def test_a_wrong_name_in_a_rename_to_another_app_is_said(deployment: Deployment) -> None:
+    admin = deployment.t.app.session.admin
+    plan = await agent_control.plan_rename(admin, "contract", "index", "indx", to_app="other", workers_stopped=True)
+    assert plan.to_is_new
+    await agent_control.rename(admin, plan)
+    async with deployment.other_app("other", **SAME_NAME) as other:
+        await deployment.until(lambda: other.told)
+        assert "`aviso-workers agents rename other/indx index`" in other.told[0]
+
+
+async def test_a_program_that_shares_the_name_of_an_app_is_not_told_to_remove_what_is_at_work(
+    deployment: Deployment,
+) -> None:
+    async with deployment.at_work():
+        refusal = await deployment.refusal(deployment.agent("archive"))
+    assert "or give this app another name, if another program runs that one" in refusal
+    assert "agents rm" not in refusal
 
 
 async def test_two_programs_that_share_an_agent_say_so(deployment: Deployment) -> None:

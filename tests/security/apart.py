@@ -351,6 +351,8 @@ OF_ACCOUNTS = (
 DELAYED = delayed_messages.stream_of("MARS")
 BY_DESIGN = {f"{API}STREAM.PURGE.{DELAYED}", f"{API}STREAM.MSG.DELETE.{DELAYED}"}
 """What publishers and workers of one base may do to what others of this base have delayed."""
+OF_WORKERS = {f"{API}CONSUMER.LIST.MARS"}
+"""What a worker with an agent on the stream may ask of it as well."""
 
 
 def foreign(site: Site, user: str) -> list[str]:
@@ -394,7 +396,7 @@ def operators_only(site: Site, user: str) -> list[str]:
         subjects += [f"{API}CONSUMER.CREATE.{stream}", f"{API}CONSUMER.CREATE.{stream}.mine.mars.>"]
         subjects += [f"{API}CONSUMER.{request}.{stream}.mine" for request in OF_CONSUMERS]
     subjects += [delayed_messages.due_subject("MARS"), "$SYS.REQ.ACCOUNT.PING.CONNZ"]
-    return sorted({*subjects} - BY_DESIGN)
+    return sorted({*subjects} - BY_DESIGN - (OF_WORKERS if user == "a" else set()))
 
 
 async def denied(site: Site, user: str, subjects: Sequence[str]) -> list[str]:

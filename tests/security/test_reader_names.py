@@ -16,10 +16,11 @@ import pytest
 from aviso_workers import App, Notification
 from aviso_workers.backends import Admin, Message, open_backend
 from aviso_workers.backends.jetstream import JetStreamBackend, readers
+from aviso_workers.declare.agents import agent_of
 from aviso_workers.errors import DeclarationError, DeniedError, UnavailableError
 from aviso_workers.events import StreamNotRead
 from aviso_workers.jetstream import error_codes, identities
-from aviso_workers.ops import agent_inventory, permissions
+from aviso_workers.ops import permissions
 from aviso_workers.server import NatsServer
 from aviso_workers.state import bucket_names, delayed_messages
 from tests.conftest import write_mars_config
@@ -116,7 +117,7 @@ async def test_a_worker_reaches_no_reader_of_another_app(account: Account) -> No
             await anext(watch)
             (reader,) = await admin.consumer_names("MARS")
             assert reader in identities.reader_names("b", "MARS")
-            assert agent_inventory.agent_of(reader) is None
+            assert agent_of(reader) is None
             for request in (
                 f"CONSUMER.CREATE.MARS.{reader}",
                 f"CONSUMER.CREATE.MARS.{reader}.mars.>",
@@ -247,4 +248,4 @@ def test_no_app_has_the_name_of_readers_of_ours(name: str) -> None:
     """Who removes the agents of an app must not remove what delivers all delayed notifications."""
     with pytest.raises(DeclarationError, match="names of our own streams and readers begin so"):
         App(name)
-    assert agent_inventory.agent_of(delayed_messages.DURABLE) is None
+    assert agent_of(delayed_messages.DURABLE) is None

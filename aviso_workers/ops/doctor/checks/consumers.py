@@ -12,10 +12,11 @@ from functools import partial
 from aviso_workers.aviso import schema, topics
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.config.streams import event_streams
+from aviso_workers.declare.agents import agent_of
 from aviso_workers.declare.batches import Batch
 from aviso_workers.jetstream import metadata, subjects
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import agent_inventory, agent_report
+from aviso_workers.ops import agent_report
 from aviso_workers.ops.doctor.checks import streams
 from aviso_workers.ops.doctor.facts import Facts
 from aviso_workers.ops.doctor.judgements import (
@@ -214,7 +215,7 @@ def unused(consumer: ConsumerInfo, facts: Facts) -> Iterator[Found]:
     since = consumer.last_delivered or consumer.created
     if consumer.durable and not in_use and since and facts.now - since > UNUSED:
         found = f"no client reads from the consumer, and no message was delivered since {since.date()}"
-        yield about(consumer, found, cure=RETIRED if agent_inventory.agent_of(consumer.name) else "")
+        yield about(consumer, found, cure=RETIRED if agent_of(consumer.name) else "")
 
 
 @declare("JS036").says(
@@ -228,7 +229,7 @@ def paused(facts: Facts) -> Iterator[Finding]:
     for consumer in facts.consumers.values():
         pause = consumer.paused_until - consumer.time if consumer.paused_until else timedelta()
         if pause.total_seconds() > LONG_PAUSE_SECONDS:
-            cure = "" if agent_inventory.agent_of(consumer.name) else RESUME
+            cure = "" if agent_of(consumer.name) else RESUME
             yield about(consumer, f"paused for another {pause.days} days", cure=cure)
     for (app, timer), made in facts.recorded.pauses.items():
         if max(made.until - facts.now, facts.now - made.since).total_seconds() > LONG_PAUSE_SECONDS:

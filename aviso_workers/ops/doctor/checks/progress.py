@@ -12,10 +12,11 @@ from msgspec import structs
 
 from aviso_workers.aviso.literals import SECOND
 from aviso_workers.declare import agents, outputs
+from aviso_workers.declare.agents import agent_of
 from aviso_workers.errors import WorkerDiedError
 from aviso_workers.jetstream import metadata
 from aviso_workers.jetstream.info import ConsumerInfo, StreamInfo
-from aviso_workers.ops import agent_inventory, agent_report, aviso_admin, health
+from aviso_workers.ops import agent_report, aviso_admin, health
 from aviso_workers.ops.doctor.checks.consumers import APPLY, UNNEEDED
 from aviso_workers.ops.doctor.facts import Facts, Need
 from aviso_workers.ops.doctor.judgements import Declaration, Finding, Found, State, about, each_stream, quoted_in_cure
@@ -345,7 +346,7 @@ def _no_room(facts: Facts, stream: StreamInfo) -> str:
 
 def _of_clients(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:
     """Yield the samples of consumers that no agent reads from."""
-    return (each for each in _samples(facts) if agent_inventory.agent_of(each[1].name) is None)
+    return (each for each in _samples(facts) if agent_of(each[1].name) is None)
 
 
 def _samples(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:
@@ -357,7 +358,7 @@ def _samples(facts: Facts) -> Iterator[tuple[ConsumerInfo, ConsumerInfo]]:
 def _wait_after_a_death(facts: Facts) -> Iterator[tuple[tuple[str, str], int]]:
     """Yield the sequences that are tried again because a worker ended while it handled them, with their consumers."""
     for stream, consumer in facts.consumers:
-        app, agent = agent_inventory.agent_of(consumer) or ("", "")
+        app, agent = agent_of(consumer) or ("", "")
         failure = facts.recorded.failures.get((app, "agents", agent))
         if failure and failure.until > facts.now and not own_streams.app_of(RETRIES, stream):
             for each in failure.retrying:
