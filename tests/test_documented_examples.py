@@ -8,6 +8,7 @@ import logging
 import re
 import sqlite3
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +139,25 @@ async def test_the_example_of_the_readme(
     assert capsys.readouterr().out == "12 /data/oper\n"
 
 
-async def test_the_example_of_timers(tmp_path: Path) -> None:
-    async with harness(in_memory(example("timers.md")["app"], tmp_path)) as at_work:
-        await at_work.advance(3600)
-        assert [tick.error for tick in at_work.ticks("refresh")] == [None] * 12
+async def test_the_example_of_timers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = datetime(2026, 11, 20, 4, 55, tzinfo=UTC)
+    async with harness(in_memory(example("timers.md")["app"], tmp_path), start=start) as at_work:
+        await at_work.advance("10m")
+        assert [tick.error for tick in at_work.ticks("refresh")] == [None] * 2
+        assert [tick.error for tick in at_work.ticks("report")] == [None]
+    assert capsys.readouterr().out == "report of 2026-11-20\n"
+
+
+async def test_the_timers_that_decide_on_a_dependency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app = in_memory(App("example"), tmp_path)
+    taken_for_granted = {"__name__": "example", "app": app, "Field": dict}
+    for section in ("", "## Read it and decide on it"):
+        exec(compile(written("agents/outages.md", section=section), "outages.md", "exec"), taken_for_granted)
+    async with harness(app, start=datetime(2026, 11, 22, 11, 54, tzinfo=UTC)) as at_work:
+        await at_work.advance("2m")
+        assert [tick.error for timer in ("announce_maintenance", "look") for tick in at_work.ticks(timer)] == [None] * 5
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"away since 2026-11-22 11:55:00.*: maintenance on Sundays", first)
 
 
 async def test_the_example_of_backups_in_python(tmp_path: Path, nats_server: NatsServer) -> None:
