@@ -14,6 +14,9 @@ A log that Spark has closed is still looked at now and then: a program that copi
 A driver that is killed leaves its log open. Where that has not grown for `lost_after_seconds`, the application and what
 had begun in it are published as lost, which Spark has no event for. One that goes on is published as resumed.
 
+Two logs of one application id would make the same ids of different events. So the log whose position is stored is
+published, and another one is told and left out, while both are there and where it is of another run.
+
 Run one worker with it per directory: a second one publishes everything once more, for the duplicate window to sort out.
 Needs `aviso-workers[spark-events]`, which brings neither PySpark nor Java.
 """
@@ -72,13 +75,15 @@ PASSING = (UnavailableError, OutcomeUnknownError, FullError)
 EVENT_REFUSALS = (None, error_codes.MESSAGE_TOO_LARGE, error_codes.STREAM_FULL)
 """JetStream's codes of a refusal that is of one event: it is too large, or its subject has all that it may have. Where
 there is none, the event was refused before it was sent."""
+LEAST_LOST_AFTER_SECONDS = 60.0
+"""Drivers that work may log nothing for so long, as in a stage of few long tasks."""
 SLACK_SECONDS = 600.0
 """How much later than a file says an event of it may have been stored: two clocks, and Spark's own queues."""
 
 Published = Notification[dict[str, str]]
 Reason = Literal["not_supported", "no_access", "left_out", "refused", "failed"]
-"""Why not all of a log is published: its name or format; it cannot be read now; a part is damaged, half-written or
-gone; the server does not take an event; or something that nobody expected."""
+"""Why not all of a log is published: its name or format, or another log has its id; it cannot be read now; a part is
+damaged, half-written or gone; the server does not take an event; or something that nobody expected."""
 
 MEASURED = {
     "directory_missing": "1 while the agent cannot list a directory of event logs, else 0.",
@@ -128,6 +133,14 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     """The headers of its events that say in which trace it runs: they stand at the beginning of its log."""
     name: str = ""
     """The name of the application, which stands there too."""
+    path: str = ""
+    """The log that the position is of."""
+    started: str = ""
+    """When the application started, as its log says it."""
+
+
+class _SharedIdError(Exception):
+    """Another log, or another run, has the application id of a log."""
 
 
 router = Router("spark-events", settings=SparkEvents)
@@ -140,6 +153,12 @@ async def follow_event_logs(app: App) -> None:
     Raises `ConfigError`, and `RefusedError` where waiting does not help.
     """
     settings: SparkEvents = app.settings(router)
+    if 0 < settings.lost_after_seconds < LEAST_LOST_AFTER_SECONDS:
+        log.warning(
+            "spark_events.lost_after_is_short",
+            lost_after_seconds=settings.lost_after_seconds,
+            problem="drivers that work may log nothing for so long, and are published as lost: set 60 or more",
+        )
     server = _ServerState()
     checkpoints, since = await _begin(app, settings, server)
     await _Tail(app, settings, checkpoints, server, since=since).run()
@@ -196,12 +215,15 @@ class _Tail:
         self._server = server
         self._since = since
         self._logs = LogDirectories(settings.event_log_dirs)
+        self._path_of: dict[str, str] = {}
+        """By name of the application, the log that is published; others of that name are not."""
         self._new = partial(
             _ApplicationLog,
             app=app,
             settings=settings,
             checkpoints=checkpoints,
             logs=self._logs,
+            path_of=self._path_of,
             window=DuplicateWindow(app.config),
         )
         self._slots = anyio.CapacityLimiter(AT_ONCE)
@@ -245,6 +267,8 @@ class _Tail:
         for directory in sorted(self._missing - problems.keys()):
             log.info("spark_events.directory_found", directory=directory)
         self._missing = set(problems)
+        for name in [name for name, path in self._path_of.items() if path not in paths]:
+            del self._path_of[name]
         self._finished = {path: known for path, known in self._finished.items() if path in paths}
         await self._take_up_finished()
         for path in [path for path, known in self._followed.items() if path not in paths and not known.busy]:
@@ -345,6 +369,7 @@ class _ApplicationLog:
         settings: SparkEvents,
         checkpoints: KeyValue,
         logs: LogDirectories,
+        path_of: dict[str, str],
         window: DuplicateWindow,
     ) -> None:
         self.path = path
@@ -358,6 +383,8 @@ class _ApplicationLog:
         self._settings = settings
         self._checkpoints = checkpoints
         self._window = window
+        self._logs = logs
+        self._path_of = path_of
         self._open_file = partial(logs.open, log=path)
         self._stored = Checkpoint()
         self._decode: job_events.Decoder
@@ -440,7 +467,7 @@ class _ApplicationLog:
         """Return whether it is to be called lost."""
         after = self._settings.lost_after_seconds
         silent = 0 < after < time.time() - log.modified - self._writers_clock_behind
-        return silent and not log.complete and not self._stored.lost and self._stored != Checkpoint()
+        return silent and not log.complete and not self._stored.lost and self._stored.position != LogPosition()
 
     async def publish(self, grown: EventLog) -> None:
         """Publish what the log has more than before, and store how far that goes.
@@ -460,6 +487,10 @@ class _ApplicationLog:
                 self.report(str(error), "no_access")
                 self._wait_for_search()
                 return
+            except _SharedIdError as error:
+                self.report(str(error), "not_supported")
+                self._leave_out(grown)
+                return
             except (BackendError, UnknownEventTypeError):
                 raise  # It is the same for all applications.
             except Exception as error:
@@ -467,6 +498,15 @@ class _ApplicationLog:
                 self.report(f"failed for good: {type(error).__name__}: {error}", "failed")
         self.published, self.grew_at = grown, anyio.current_time()
         self._noticed = None
+
+    def _leave_out(self, grown: EventLog) -> None:
+        """Look at the log again in each search, or when it grows where nothing else can change."""
+        self._stored = Checkpoint()
+        self.start_over()
+        self._wait_for_search()
+        if self._path_of.get(grown.name) == self.path:
+            del self._path_of[grown.name]
+            self.published = grown
 
     def _wait_for_search(self) -> None:
         """Do not look again before the next search: what cannot be read now would be asked for many times a second."""
@@ -482,6 +522,7 @@ class _ApplicationLog:
             batch = await anyio.to_thread.run_sync(reader.read, grown)
             for problem in batch.problems:
                 self.report(problem, "left_out")
+            self._check_run(self._decode.started)
             moved = reader.position != self._stored.position
             goes_on = self._stored.lost and moved
             if goes_on:
@@ -494,9 +535,9 @@ class _ApplicationLog:
             # Task events alone are not worth a write; the end is, so that a restart need not open what is complete.
             if batch.events or goes_on or (grown.complete and not more and moved):
                 level = self._stored.level if more else min(grown.modified, time.time())
-                decode = self._decode
-                checkpoint = Checkpoint(position=reader.position, level=level, trace=decode.trace, name=decode.name)
-                await self._store(grown, checkpoint)
+                read = {"position": reader.position, "level": level, "lost": False}
+                said = {"trace": self._decode.trace, "name": self._decode.name, "started": self._decode.started}
+                await self._store(grown, msgspec.structs.replace(self._stored, **read, **said))
         if grown.unread_bytes(reader.position) and not self.incomplete:
             self.incomplete = "left_out"  # by an earlier reading, which said so
         if self.overdue(grown):
@@ -529,9 +570,38 @@ class _ApplicationLog:
                 "spark_events.checkpoint_unreadable", path=self.path, problem=str(error), then="read from its beginning"
             )
         self._published_to = self._stored.position
-        application = SparkApplication.of_log(grown.name)
-        self._decode = job_events.Decoder(application, trace=self._stored.trace, name=self._stored.name)
-        return EventLogReader(self._decode, self._stored.position, open_file=self._open_file)
+        await self._claim(grown)
+        stored, application = self._stored, SparkApplication.of_log(grown.name)
+        self._decode = job_events.Decoder(application, trace=stored.trace, name=stored.name, started=stored.started)
+        return EventLogReader(self._decode, stored.position, open_file=self._open_file)
+
+    async def _claim(self, grown: EventLog) -> None:
+        """Record that the position is of this log, before anything of it is published. Raises `_SharedIdError`."""
+        known = self._stored.path if self._stored.path in self._logs else self.path
+        if (path := self._path_of.setdefault(grown.name, known)) != self.path:
+            raise _SharedIdError(
+                f"{path} has the same application id and is published, so that nothing of this log is: remove the "
+                "one that is a copy, or let a worker with another `cluster` follow one of the directories"
+            )
+        if self._stored.path == self.path:
+            return
+        if self._stored.started:  # a log that was moved goes on where it was
+            start = job_events.Decoder(SparkApplication.of_log(grown.name), started=self._stored.started)
+            reader = EventLogReader(start, LogPosition(), open_file=self._open_file)
+            try:
+                await anyio.to_thread.run_sync(reader.read, grown)
+            finally:
+                reader.close()
+            self._check_run(start.started)
+        await self._store(grown, msgspec.structs.replace(self._stored, path=self.path))
+
+    def _check_run(self, started: str) -> None:
+        """Raise `_SharedIdError` where a log is of another run than the one of its id that is published."""
+        if self._stored.started not in ("", started):
+            raise _SharedIdError(
+                "another run of the same application id is published, so that nothing of this log is: let a worker "
+                "with another `cluster` follow the directory"
+            )
 
     async def _store(self, grown: EventLog, checkpoint: Checkpoint) -> None:
         await self._checkpoints.put(self._key(grown), msgspec.json.encode(checkpoint))

@@ -11,6 +11,8 @@ import json
 import pkgutil
 import re
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,6 +245,19 @@ def test_every_command_that_is_mentioned_is_one_that_there_is(words: list[str]) 
         parsers = [parser.commands[name] for parser in parsers for name in word.split("|")]
     options = {name for parser in parsers for each in parser.params for name in [*each.opts, *each.secondary_opts]}
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options | {"--help"}
+
+
+def whole_programs() -> list[Block]:
+    """Return the programs of the pages, but for docs/testing.md: its blocks are one module, which PLUGIN runs."""
+    return [each for each in blocks("python") if "App(" in each.text and each.page != "docs/testing.md"]
+
+
+@pytest.mark.parametrize("block", whole_programs(), ids=str)
+def test_every_program_has_all_names_that_it_uses(block: Block) -> None:
+    """Also in functions that no test calls."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=concise", "-"]
+    checked = subprocess.run(command, input=block.text, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 def declaring() -> list[Block]:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import logging
+import os
 import re
 import sqlite3
+import sys
+from collections.abc import Awaitable, Callable
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from aviso_workers import App, Notification
+from aviso_workers.events import Acked, Failed
 from aviso_workers.server import NatsServer
 from aviso_workers.testing import harness
 from tests.conftest import write_mars_config
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -138,11 +146,114 @@ async def test_the_example_of_the_readme(
     assert capsys.readouterr().out == "12 /data/oper\n"
 
 
+async def test_the_example_of_timers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = datetime(2026, 11, 20, 4, 55, tzinfo=UTC)
+    async with harness(in_memory(example("timers.md")["app"], tmp_path), start=start) as at_work:
+        await at_work.advance("10m")
+        assert [tick.error for tick in at_work.ticks("refresh")] == [None] * 2
+        assert [tick.error for tick in at_work.ticks("report")] == [None]
+    assert capsys.readouterr().out == "report of 2026-11-20\n"
+
+
+async def test_the_timers_that_decide_on_a_dependency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app = in_memory(App("example"), tmp_path)
+    taken_for_granted = {"__name__": "example", "app": app, "Field": dict}
+    for section in ("", "## Read it and decide on it"):
+        exec(compile(written("agents/outages.md", section=section), "outages.md", "exec"), taken_for_granted)
+    async with harness(app, start=datetime(2026, 11, 22, 11, 54, tzinfo=UTC)) as at_work:
+        await at_work.advance("2m")
+        assert [tick.error for timer in ("announce_maintenance", "look") for tick in at_work.ticks(timer)] == [None] * 5
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"away since 2026-11-22 11:55:00.*: maintenance on Sundays", first)
+
+
+COMPUTED = """
+import asyncio, os, signal, time
+from collections.abc import Iterator
+from pathlib import Path
+import msgspec
+from aviso_workers import App, Notification
+
+app = App("computed")
+
+class Field(msgspec.Struct):
+    location: str
+
+def compress(location: str) -> None:
+    file = Path(location)
+    if file.exists():  # the second attempt
+        return
+    file.write_text(str(os.getpid()))
+    if file.name == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if file.name == "hangs":
+        time.sleep(3600)
+"""
+HELD_POOL = """
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+class Pools:
+    def __init__(self) -> None:
+        self.held = ProcessPoolExecutor(1)
+
+@app.resource
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.held.shutdown()
+
+@app.resource(scope="call")
+def pool(pools: Pools) -> Iterator[ProcessPoolExecutor]:
+    used = pools.held
+    try:
+        yield used
+    except BrokenProcessPool:
+        if pools.held is used:  # not replaced by another call
+            pools.held = ProcessPoolExecutor(1)
+        raise
+
+@app.agent("mars")
+async def pack(notification: Notification[Field], pool: ProcessPoolExecutor) -> None:
+    await asyncio.get_running_loop().run_in_executor(pool, compress, notification.payload.location)
+"""
+"""What docs/agents/resources.md says of a resource that broke."""
+
+
+@pytest.fixture
+def computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[list[str]]]:
+    """Return a function that handles a notification by a module's app, and returns the reasons of failed attempts."""
+
+    async def handle(source: str, name: str) -> list[str]:
+        (tmp_path / "computed.py").write_text(COMPUTED + source)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "computed", raising=False)
+        app = in_memory(importlib.import_module("computed").app, tmp_path)
+        failed, acked = list[str](), anyio.Event()
+        app.events.listen(lambda event: failed.append(event.reason) if isinstance(event, Failed) else None)
+        app.events.listen(lambda event: acked.set() if isinstance(event, Acked) else None)
+        async with app.running():
+            await app.notify("mars", {"class": "od", "step": 6}, {"location": str(tmp_path / name)})
+            with anyio.fail_after(PATIENCE_SECONDS):
+                await acked.wait()
+        return failed
+
+    return handle
+
+
 @pytest.mark.slow
-async def test_the_example_of_timers(tmp_path: Path) -> None:
-    async with harness(in_memory(example("timers.md")["app"], tmp_path)) as at_work:
-        await at_work.advance(3600)
-        assert [tick.error for tick in at_work.ticks("refresh")] == [None] * 12
+async def test_the_computation_that_ends_at_its_timeout(
+    tmp_path: Path, computing: Callable[..., Awaitable[list[str]]]
+) -> None:
+    block = written("agents/not-ending.md", section="A computation ends")
+    assert await computing(block, "dies") == ["BrokenWorkerProcess"]
+    assert await computing(block.replace('"10m"', '"10s"'), "hangs") == ["TimeoutError"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "hangs").read_text()), 0)
+
+
+async def test_the_resource_that_is_replaced_when_it_broke(computing: Callable[..., Awaitable[list[str]]]) -> None:
+    assert await computing(HELD_POOL, "dies") == ["BrokenProcessPool"]
 
 
 async def test_the_example_of_backups_in_python(tmp_path: Path, nats_server: NatsServer) -> None:

@@ -15,6 +15,7 @@ import anyio
 import httpx
 import pytest
 import yaml
+from fastapi.exceptions import FastAPIError
 
 from aviso_workers import App
 from aviso_workers.server import NatsServer
@@ -85,8 +86,7 @@ async def test_an_asyncio_program(config: Path, capsys: pytest.CaptureFixture[st
 
 
 async def test_a_fastapi_application(config: Path) -> None:
-    (program,) = programs("Run inside FastAPI")
-    found = executed(program)
+    found = executed(programs("Run inside FastAPI")[0])
     app: App = found["app"]
     app.configure(config)
     api = found["api"]
@@ -96,12 +96,26 @@ async def test_a_fastapi_application(config: Path) -> None:
             api.router.lifespan_context(api),
             httpx.AsyncClient(transport=transport, base_url="http://api") as client,
         ):
-            assert (await client.post("/fields/2026-11-20/6")).json() == {"sequence": 1}
+            field = {"location": "/data"}
+            assert (await client.post("/fields/2026-11-20/6", json=field)).json() == {"sequence": 1}
             assert (await client.post("/fields-from-a-thread/2026-11-20/12")).json() == {"sequence": 2}
             await until(lambda: len(found["indexed"]) == 2)
-            assert (await client.post("/fields/2026-11-20/18")).json() == {"sequence": 3}
+            assert (await client.post("/fields/2026-11-20/18", json=field)).json() == {"sequence": 3}
+            assert [one.payload async for one in app.replay("mars", from_id=1)] == [field, None, field]
+            refused = await client.post("/fields/2026-11-20/6", json={"location": 6})
+            assert (refused.status_code, refused.json()["detail"][:27]) == (422, "Expected `str`, got `int` -")
     assert found["indexed"][:2] == ["6", "12"]
     assert app.runs == {}
+
+
+def test_fastapi_takes_no_struct_itself() -> None:
+    found = executed(programs("Run inside FastAPI")[0])
+
+    def put(field: Any) -> None: ...
+
+    put.__annotations__["field"] = found["Field"]
+    with pytest.raises(FastAPIError, match="Invalid args for response field"):
+        found["api"].put("/")(put)
 
 
 @pytest.mark.slow

@@ -144,12 +144,19 @@ class Decoder:
     """
 
     def __init__(
-        self, application: SparkApplication, *, trace: Mapping[str, str] | None = None, name: str = ""
+        self,
+        application: SparkApplication,
+        *,
+        trace: Mapping[str, str] | None = None,
+        name: str = "",
+        started: str = "",
     ) -> None:
         self.trace = dict(trace or {})
         """The headers that its properties say: in which trace it runs."""
         self.name = name
         """The name of the application; empty until the log has said it."""
+        self.started = started
+        """When the application started, as the log says it; empty until then. It distinguishes two runs of one id."""
         self._application = application
         self._jobs: dict[str, dict[str, str]] = {}
         """By SQL execution that has begun, the status of each of its jobs."""
@@ -163,6 +170,7 @@ class Decoder:
         match event:
             case JobEvent(kind="application", event="start"):
                 self.name = str(event.payload.get("name", ""))
+                self.started = str(event.payload["time"])
             case JobEvent(kind="sql", event="start"):
                 self._jobs[event.id] = {}
             case JobEvent(kind="job", event="start"):

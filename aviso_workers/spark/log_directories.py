@@ -64,6 +64,10 @@ class LogDirectories:
         self._directory_of = found
         return set(found), problems
 
+    def __contains__(self, path: str) -> bool:
+        """Return whether the last search found a log at a path."""
+        return path in self._directory_of
+
     def snapshot(self, path: str, known: EventLog | None) -> EventLog | OSError | None:
         """Return a snapshot of the log at a path: `known` itself where size and time have not changed, None where the
         log is gone, and the `OSError`, which is not raised, where it cannot be read.

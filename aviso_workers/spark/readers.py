@@ -39,7 +39,7 @@ from aviso_workers.spark import offsets
 from aviso_workers.spark.connections import BlockingConnection, connected, load_config, tries
 from aviso_workers.spark.offsets import Offset, Range
 from aviso_workers.spark.options import ReadOptions, where_of
-from aviso_workers.spark.schema import ColumnConverter, Layout, check_wanted, layout
+from aviso_workers.spark.schema import CORRUPT, ColumnConverter, Layout, check_wanted, layout
 
 PATIENCE_SECONDS = 30.0
 """How long a server may be away before a query fails: longer than an election, as for publishing."""
@@ -157,6 +157,11 @@ class _Reader:
                 messages = messages.only([not is_marker(message) for message in messages])
             if messages:
                 yield columns.batch(messages)
+        if columns.misfits:
+            logger.warning(
+                "stream %s, sequences %d to %d: %s: they are null, and %s has their text",
+                *(self._plan.stream, partition.first, partition.last, columns.misfits, CORRUPT),
+            )
 
 
 class BatchReader(_Reader, DataSourceReader):

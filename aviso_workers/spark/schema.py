@@ -43,6 +43,8 @@ TYPED: Mapping[type, tuple[str, pa.DataType, Callable[[str], Any]]] = {
 ABSENT = ("", "*")
 """Tokens of a field that the publisher left out."""
 CORRUPT = "_corrupt_record"
+LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
+"""Of 32 bits: Arrow would make infinity of what is larger."""
 
 SIMPLE: dict[type[types.DataType], Any] = {
     types.StringType: str,
@@ -51,7 +53,7 @@ SIMPLE: dict[type[types.DataType], Any] = {
     types.ShortType: Annotated[int, Meta(ge=-(2**15), lt=2**15)],
     types.IntegerType: Annotated[int, Meta(ge=-(2**31), lt=2**31)],
     types.LongType: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
-    types.FloatType: float,
+    types.FloatType: Annotated[float, Meta(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)],
     types.DoubleType: float,
     types.DecimalType: decimal.Decimal,
     types.DateType: datetime.date,
@@ -126,6 +128,11 @@ class ColumnConverter:
         self._payloads = None
         if isinstance(payload, StructType):
             self._payloads = PayloadReader(payload, self._schema.field("payload").type, mode=reading.mode)
+
+    @property
+    def misfits(self) -> str:
+        """How many payloads did not fit `payloadSchema`, and why the first did not; empty where all did."""
+        return self._payloads.misfits if self._payloads else ""
 
     def batch(self, messages: Chunk) -> pa.RecordBatch:
         """Return the record batch of messages. Raises `UndecodableError` where a payload does not fit, and mode is
@@ -267,6 +274,13 @@ class PayloadReader:
         self._decode = msgspec.json.Decoder(_read_as(kind)).decode
         self._arrow = arrow
         self._fails_fast = mode == "FAILFAST"
+        self._misfits = 0
+        self._first = ""
+
+    @property
+    def misfits(self) -> str:
+        """How many payloads did not fit so far, and why the first did not; empty where all did."""
+        return f"{self._misfits} of the payloads do not fit payloadSchema ({self._first})" if self._misfits else ""
 
     def read(self, texts: Sequence[str | None], sequences: Sequence[int]) -> tuple[pa.Array, list[str | None]]:
         """Parse payloads, and return the values and, where one does not fit, its text. Raises `UndecodableError` where
@@ -282,6 +296,8 @@ class PayloadReader:
                     f"PERMISSIVE it would be in {CORRUPT}"
                 ) from error
             values[index], corrupt[index] = None, texts[index]
+            self._misfits += 1
+            self._first = self._first or f"message {sequences[index]}: {error}"
 
         for index, text in enumerate(texts):
             if text is None:

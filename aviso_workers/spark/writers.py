@@ -532,7 +532,7 @@ async def _check_replaced(backend: Backend, stream: str, chunk: OutgoingChunk, *
 def _is_alike(message: Message, chunk: OutgoingChunk, place: int) -> bool:
     if message.subject != chunk.subjects[place] or _spatial(message.headers) != _spatial(chunk.headers[place]):
         return False
-    return message.data == chunk.data[place] or _decoded(message.data) == _decoded(chunk.data[place])
+    return message.data == chunk.data[place] or _spelled(message.data) == _spelled(chunk.data[place])
 
 
 def _spatial(headers: Mapping[str, str] | None) -> list[str | None]:
@@ -540,10 +540,13 @@ def _spatial(headers: Mapping[str, str] | None) -> list[str | None]:
     return [(headers or {}).get(header) for header in (codec.BBOX_HEADER, *codec.SPATIAL_HEADERS.values())]
 
 
-def _decoded(data: bytes) -> object:
-    """Return a payload decoded from JSON, so that different spellings are equal; the bytes where it is not JSON."""
+def _spelled(data: bytes) -> bytes:
+    """Return a payload of JSON in one spelling; other bytes as they are.
+
+    Values are not compared, because Python takes true for 1.
+    """
     try:
-        return msgspec.json.decode(data)
+        return msgspec.json.encode(msgspec.json.decode(data), order="sorted")
     except codec.UNREADABLE_JSON:
         return data
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 import yaml
 import zstandard
@@ -33,6 +34,7 @@ from aviso_workers.errors import (
 )
 from aviso_workers.events import Event, Measured, Published
 from aviso_workers.spark import job_events, listeners
+from aviso_workers.spark.event_log import LogPosition
 from aviso_workers.spark.job_events import SparkApplication
 from tests import forgeries
 from tests.stories.processes import Server
@@ -46,7 +48,7 @@ KEYS = ("cluster", "application", "kind", "event", "id")
 class SparkLog:
     """The compressed event log of an application that starts jobs and ends them: a single file, or rolling ones."""
 
-    def __init__(self, directory: Path, name: str, *, rolling: bool = False) -> None:
+    def __init__(self, directory: Path, name: str, *, rolling: bool = False, started: int = 1) -> None:
         self.name = name
         self._directory = directory / f"eventlog_v2_{name}" if rolling else directory
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -55,7 +57,7 @@ class SparkLog:
         self._status.touch()
         self._jobs = 0
         self.write("SparkListenerLogStart")
-        self.write("SparkListenerApplicationStart", **{"App Name": name, "Timestamp": 1})
+        self.write("SparkListenerApplicationStart", **{"App Name": name, "Timestamp": started})
 
     def jobs(self, count: int) -> None:
         for job in range(self._jobs, self._jobs + count):
@@ -130,7 +132,9 @@ class Signal:
 
 
 class Positions:
-    """The bucket, with an eye on it; while `lost`, it takes a position and its writer waits until it is killed."""
+    """The bucket, with an eye on it; while `lost`, it takes a position and its writer waits until it is killed. That a
+    log has the place of its application, which is stored before anything of it is published, it takes like any bucket.
+    """
 
     def __init__(self, bucket: KeyValue) -> None:
         self.get = bucket.get
@@ -141,6 +145,8 @@ class Positions:
         self._bucket = bucket
 
     async def put(self, key: str, value: bytes) -> int:
+        if msgspec.json.encode(LogPosition()) in value:
+            return await self._bucket.put(key, value)
         if not self.lost:
             await self._bucket.put(key, value)
         self.put_to.append(key)
@@ -156,6 +162,10 @@ class Told:
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
         self.signal = Signal()
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.entries[-1] if self.entries else {}
 
     def _tell(self, event: str, **fields: Any) -> None:
         self.entries.append({"event": event, **fields})
@@ -784,7 +794,9 @@ async def test_without_the_event_type_nothing_counts_as_read(make_app: Callable[
     async with make_app(event_type="other") as app:
         with pytest.raises(UnknownEventTypeError, match="spark_job"):
             await spark_events.follow_event_logs(app)
-        assert await (await app.key_value(spark_events.BUCKET)).get(f"{cluster_of(app)}/local-1") is None
+        entry = await (await app.key_value(spark_events.BUCKET)).get(f"{cluster_of(app)}/local-1")
+        assert entry is not None
+        assert msgspec.json.decode(entry.value, type=spark_events.Checkpoint).position == LogPosition()
 
 
 async def test_applications_do_not_wait_for_each_other_and_each_keeps_its_order(
@@ -823,6 +835,92 @@ async def test_a_directory_is_named_by_a_url_as_spark_names_it(make_app: Callabl
         async with story.following():
             await story.arrived(1)
         assert await story.stored() == log.facts
+
+
+@pytest.fixture
+async def two_directories(make_app: Callable[..., App], directory: Path) -> AsyncIterator[Story]:
+    directories = [str(directory / name) for name in "ab"]
+    async with make_app(event_log_dirs=directories) as app:
+        yield Story(app, directory, Positions(await app.key_value(spark_events.BUCKET)))
+
+
+async def test_of_two_logs_of_one_application_id_one_is_published_and_the_other_is_told(
+    two_directories: Story, told: Told
+) -> None:
+    story = two_directories
+    log = SparkLog(story.directory / "b", "local-1")
+    log.jobs(1)
+    async with story.following():
+        await story.arrived(3)
+        SparkLog(story.directory / "a", "local-1", started=2).jobs(9)
+        await told.signal.until(lambda: "path" in told.last)
+        log.jobs(1)
+        await story.arrived(5)
+    told.entries.clear()
+    async with story.following():  # the same one after a restart
+        await told.signal.until(lambda: told.entries != [])
+        log.jobs(1)
+        await story.arrived(7)
+    (entry,) = told.entries
+    assert entry["path"] == str(story.directory / "a" / "local-1.zstd")
+    assert f"{story.directory / 'b' / 'local-1.zstd'} has the same application id" in entry["problem"]
+    assert await story.stored() == log.facts
+    assert story.outcomes == {"stored": 7}
+
+
+async def test_another_run_of_an_application_id_is_told_when_the_log_of_the_first_is_gone(
+    two_directories: Story, told: Told
+) -> None:
+    story = two_directories
+    log = SparkLog(story.directory / "a", "local-1")
+    log.jobs(1)
+    async with story.following():
+        await story.arrived(3)
+        (story.directory / "a" / "local-1.zstd.inprogress").unlink()
+        SparkLog(story.directory / "away", "local-1", started=2).jobs(9)
+        (story.directory / "away").rename(story.directory / "b")
+        await told.signal.until(lambda: "another run" in told.last.get("problem", ""))
+    assert told.last["path"] == str(story.directory / "b" / "local-1.zstd")
+    assert await story.stored() == log.facts
+
+
+async def test_a_log_that_another_run_overwrites_is_told(story: Story, told: Told) -> None:
+    log = story.log()
+    log.jobs(3)
+    async with story.following():
+        await story.arrived(7)
+        (story.directory / "local-1.zstd.inprogress").unlink()
+        SparkLog(story.directory, "local-1", started=2).jobs(1)
+        await told.signal.until(lambda: "another run" in told.last.get("problem", ""))
+    assert await story.stored() == log.facts
+
+
+async def test_a_log_that_is_moved_to_another_directory_goes_on_where_it_was(two_directories: Story) -> None:
+    story = two_directories
+    log = SparkLog(story.directory / "a", "local-1")
+    log.jobs(2)
+    (story.directory / "b").mkdir()
+    async with story.following():
+        await story.arrived(5)
+        log.jobs(1)
+        log.end()
+        (story.directory / "a" / "local-1.zstd").rename(story.directory / "b" / "local-1.zstd")
+        await story.arrived(8)
+    assert await story.stored() == log.facts
+    assert story.outcomes == {"stored": 8}
+
+
+@pytest.mark.parametrize("backend", [{"kind": "in_memory"}])
+@pytest.mark.parametrize(("seconds", "warnings"), [(59, 1), (60, 0), (0, 0)])
+async def test_drivers_that_are_called_lost_within_a_minute_are_warned_of(
+    make_app: Callable[..., App], directory: Path, told: Told, seconds: float, warnings: int
+) -> None:
+    SparkLog(directory, "local-1")
+    async with make_app(lost_after_seconds=seconds) as app:
+        story = Story(app, directory, Positions(await app.key_value(spark_events.BUCKET)))
+        async with story.following():
+            await story.arrived(1)
+    assert [entry["event"] for entry in told.entries] == ["spark_events.lost_after_is_short"] * warnings
 
 
 async def test_files_that_cannot_be_read_are_told_once_and_stop_nobody(story: Story, told: Told) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from types import ModuleType
 
+import msgspec
 import pytest
 
 from aviso_workers import Notify
@@ -85,3 +86,16 @@ async def test_cycle_that_was_stored_in_time_is_not_late_although_the_agent_is_b
 
         (complete,) = announced(t)
         assert (complete.event_type, complete.payload["late"]) == ("cycle_complete", False)
+
+
+async def test_cycle_is_forgotten_after_a_week(example: ModuleType) -> None:
+    async with harness(example.app, start=START + timedelta(minutes=59)) as t:
+        for days in (8, 6):
+            old = example.name_of(START - timedelta(days=days))
+            await example.cycles.update(old, lambda cycle: msgspec.structs.replace(cycle, told_late=True))
+
+        await t.advance("2m")
+
+        assert [tick.error for tick in t.ticks("forget")] == [None]
+        names = {name async for name, _ in example.cycles.items()}
+        assert ("20251224T0000" in names, "20251226T0000" in names) == (False, True)

@@ -90,6 +90,18 @@ async def test_total_that_was_published_and_not_noted_is_not_published_again_how
         assert await announced(t) == TOTALS
 
 
+async def test_inbox_forgets_what_the_stream_does_not_keep_any_more(
+    example: ModuleType, database: psycopg.Connection[Any], postgres_server: Postgres
+) -> None:
+    database.execute("insert into inbox values (1, now() - interval '32 days'), (2, now() - interval '30 days')")
+    database.commit()
+
+    async with await psycopg.AsyncConnection.connect(postgres_server.conninfo) as session:
+        await example.forget(session)
+
+    assert database.execute("select sequence from inbox").fetchall() == [(2,)]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("postgres_server")
 def test_table_equals_the_stream_although_workers_are_killed(tmp_path: Path) -> None:

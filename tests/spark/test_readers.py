@@ -97,6 +97,21 @@ class TestTasks:
             assert task.finish() == everything
             assert waiting.result(PATIENCE_SECONDS) == everything
 
+    def test_a_task_tells_how_many_payloads_have_numbers_that_do_not_fit(
+        self, place: Place, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        place.publish(*range(COUNT - 3), payload={"size": 1, "share": 0.5})
+        place.publish(1, 2, payload={"size": 2**31, "share": 0.5})
+        place.publish(3, payload={"size": 1, "share": 1e39})
+
+        Task(place, payloadSchema="size INT, share FLOAT").finish()
+
+        (told,) = caplog.messages
+        assert told == (
+            f"stream MARS, sequences 1 to {COUNT}: 3 of the payloads do not fit payloadSchema (message {COUNT - 2}: "
+            "Expected `int` <= 2147483647 - at `$.size`): they are null, and _corrupt_record has their text"
+        )
+
     def test_a_stream_that_is_purged_while_it_is_read_fails_the_task(self, place: Place) -> None:
         place.publish(*range(COUNT))
         task = Task(place)

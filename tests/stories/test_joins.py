@@ -1,7 +1,9 @@
-"""The join of docs/joins.md as it stands: two of its workers are killed in the middle, and no pair is lost."""
+"""The join of docs/joins.md as it stands: two of its workers are killed in the middle, and no pair is lost; its timer
+forgets what is old."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -15,6 +17,7 @@ import anyio
 import pytest
 
 from aviso_workers import App, Notify, config
+from aviso_workers.testing import harness
 from tests.stories.processes import LOOK_SECONDS, MAIN, ROOT, Server
 from tests.waits import PATIENCE_SECONDS
 
@@ -82,6 +85,24 @@ async def until_settled(outside: App, stream: str, consumer: str) -> int:
             if not info.num_pending + info.num_ack_pending:
                 return info.deliveries
             await anyio.sleep(LOOK_SECONDS)
+
+
+async def test_what_has_waited_for_a_day_is_forgotten(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.delitem(sys.modules, "joins", raising=False)
+    joins = importlib.import_module("joins")
+    async with harness(joins.app, start=SIX + timedelta(days=1, minutes=-2)) as t:
+        for step, minutes in ((1, -1), (2, 1)):
+            written = SIX + timedelta(minutes=minutes)
+            await t.notify("mars", {"class": "od", "step": step}, {"location": "/data", "written": written})
+        await t.settle()
+        assert sorted([key async for key, _ in joins.waiting.items()]) == ["od.1", "od.2"]
+
+        await t.advance("3m")
+
+        assert [tick.error for tick in t.ticks(joins.forget)] == [None]
+        assert [key async for key, _ in joins.waiting.items()] == ["od.2"]
 
 
 @pytest.mark.slow
