@@ -90,7 +90,7 @@ def mistake(text: str) -> str:
             return "there is no such command"
         command = commands[words.pop(0)]
     try:
-        given, others, _ = command.make_parser(command.context_class(command)).parse_args(words)
+        given, others, _ = command.make_parser(command.context_class(command, **command.context_settings)).parse_args(words)
     except Exception as error:  # whatever the parser says
         return str(error)
     missing = [

@@ -63,16 +63,16 @@ class KnownAgents:
             with suppress(NotFoundError):  # the record is up to half a minute old
                 info = await self._backend.consumer_info(stream, durable_name(self._app, each.agent))
             if what := _read_of(stream, info, settled=record.ack_floor):
-                old = quoted(f"{self._app}/{each.agent}")
+                quoted_old = quoted(f"{self._app}/{each.agent}")
                 raise RefusedError(
                     f"agent {agent} has never run, and agent {each.agent}, which the code does not declare any more, "
                     f"has {what}. If {agent} is {each.agent} renamed, give it name={each.agent!r} or run "
-                    f"`aviso-workers agents rename {old} {quoted(agent)}`; if it is another agent, give it start='new' "
+                    f"`aviso-workers agents rename {quoted_old} {quoted(agent)}`; if it is another agent, give it start='new' "
                     "or start='all', or "
                     + (
                         "give this app another name, if another program runs that one"
                         if info is not None and info.num_waiting
-                        else f"run `aviso-workers agents rm {old}`"
+                        else f"run `aviso-workers agents rm {quoted_old}`"
                     )
                 )
         await self._require_not_of_another_app(agent, stream, own)
