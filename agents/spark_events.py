@@ -488,8 +488,8 @@ class _ApplicationLog:
                 self._wait_for_search()
                 return
             except _SharedIdError as error:
+                await self._leave_out(grown)
                 self.report(str(error), "not_supported")
-                self._leave_out(grown)
                 return
             except (BackendError, UnknownEventTypeError):
                 raise  # It is the same for all applications.
@@ -499,8 +499,10 @@ class _ApplicationLog:
         self.published, self.grew_at = grown, anyio.current_time()
         self._noticed = None
 
-    def _leave_out(self, grown: EventLog) -> None:
+    async def _leave_out(self, grown: EventLog) -> None:
         """Look at the log again in each search, or when it grows where nothing else can change."""
+        if self._stored.path == self.path:  # a log that was overwritten is not read on where the first one was
+            await self._store(grown, msgspec.structs.replace(self._stored, path=""))
         self._stored = Checkpoint()
         self.start_over()
         self._wait_for_search()

@@ -890,7 +890,11 @@ async def test_a_log_that_another_run_overwrites_is_told(story: Story, told: Tol
     async with story.following():
         await story.arrived(7)
         (story.directory / "local-1.zstd.inprogress").unlink()
-        SparkLog(story.directory, "local-1", started=2).jobs(1)
+        other = SparkLog(story.directory, "local-1", started=2)
+        await told.signal.until(lambda: "another run" in told.last.get("problem", ""))
+    other.jobs(20)  # its log is longer than that of the first one was
+    told.entries.clear()
+    async with story.following():
         await told.signal.until(lambda: "another run" in told.last.get("problem", ""))
     assert await story.stored() == log.facts
 
