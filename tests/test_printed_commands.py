@@ -85,12 +85,13 @@ def test_each_command_of_a_cure_parses() -> None:
 def mistake(text: str) -> str:
     """Why the command line does not take a command; empty where it does."""
     command, words = typer.main.get_command(cli.command), shlex.split(re.sub(r"\{+\w*\}+", "NAME", text))
+    settings = command.context_settings  # a command keeps the help option with which it is parsed first
     while commands := getattr(command, "commands", {}):
         if not words or words[0] not in commands:
             return "there is no such command"
         command = commands[words.pop(0)]
     try:
-        given, others, _ = command.make_parser(command.context_class(command, **command.context_settings)).parse_args(words)
+        given, others, _ = command.make_parser(command.context_class(command, **settings)).parse_args(words)
     except Exception as error:  # whatever the parser says
         return str(error)
     missing = [

@@ -67,8 +67,8 @@ class KnownAgents:
                 raise RefusedError(
                     f"agent {agent} has never run, and agent {each.agent}, which the code does not declare any more, "
                     f"has {what}. If {agent} is {each.agent} renamed, give it name={each.agent!r} or run "
-                    f"`aviso-workers agents rename {quoted_old} {quoted(agent)}`; if it is another agent, give it start='new' "
-                    "or start='all', or "
+                    f"`aviso-workers agents rename {quoted_old} {quoted(agent)}`; if it is another agent, give it "
+                    "start='new' or start='all', or "
                     + (
                         "give this app another name, if another program runs that one"
                         if info is not None and info.num_waiting
