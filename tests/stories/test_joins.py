@@ -97,12 +97,12 @@ async def test_what_has_waited_for_a_day_is_forgotten(place: Path, monkeypatch: 
             written = SIX + timedelta(minutes=minutes)
             await t.notify("mars", {"class": "od", "step": step}, {"location": "/data", "written": written})
         await t.settle()
-        assert sorted([key async for key, _ in joins.waiting.items()]) == ["od.1", "od.2"]
+        assert sorted(await joins.waiting.items()) == ["od.1", "od.2"]
 
         await t.advance("3m")
 
         assert [tick.error for tick in t.ticks(joins.forget)] == [None]
-        assert [key async for key, _ in joins.waiting.items()] == ["od.2"]
+        assert list(await joins.waiting.items()) == ["od.2"]
 
 
 @pytest.mark.slow
