@@ -40,6 +40,7 @@ import structlog
 from msgspec import Meta, Struct
 
 from aviso_workers import App, KeyValue, Notification, Router
+from aviso_workers.declare.verdicts import ReadOtherwiseError
 from aviso_workers.errors import (
     BackendError,
     DeniedError,
@@ -504,6 +505,7 @@ class _ApplicationLog:
         if self._stored.path == self.path:  # a log that was overwritten is not read on where the first one was
             await self._store(grown, msgspec.structs.replace(self._stored, path=""))
         self._stored = Checkpoint()
+        self._noticed = None  # it is told once, and waits for nothing
         self.start_over()
         self._wait_for_search()
         if self._path_of.get(grown.name) == self.path:
@@ -665,7 +667,7 @@ class _ApplicationLog:
         except InvalidNotificationError as error:
             self._pass_over(message_id, error)
         except RefusedError as error:
-            if isinstance(error, DeniedError) or error.code not in EVENT_REFUSALS:
+            if isinstance(error, DeniedError | ReadOtherwiseError) or error.code not in EVENT_REFUSALS:
                 raise UnavailableError(f"{message_id}: {error}") from error  # until a right or the stream is mended
             self._pass_over(message_id, error)
 

@@ -78,7 +78,7 @@ R = DefaultTypeVar("R", default=Any)
 D = TypeVar("D", Agent[Any, Any], Timer[Any, Any], Task, Dependency)
 
 _KEPT: ContextVar[tuple[App, Session] | None] = ContextVar("kept", default=None)
-"""The app of a call of `App.sync` and its session, where the app is not connected by `async with app:`."""
+"""The app of a call of `App.sync` and its session, which the call keeps although the app's block ends meanwhile."""
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -188,7 +188,7 @@ class App(Router[S]):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            raise event_loops.old_word(self, name)
+            return event_loops.missing(self, name)
 
     @property
     def stopping(self) -> bool:
@@ -489,7 +489,17 @@ class App(Router[S]):
 
         session, ours = self._session, self._portal
         if session is not None and ours is not None and ours[1] == os.getpid():
-            return event_loops.call(ours[0], called)
+            blocking = ours[0]
+        else:
+            session, blocking = self._kept_open()
+        before = _KEPT.set((self, session))
+        try:
+            return event_loops.call(blocking, called)
+        finally:
+            _KEPT.reset(before)
+
+    def _kept_open(self) -> tuple[Session, BlockingPortal]:
+        """Return a session for code without an event loop, opened at the first call, and the portal to its loop."""
         from aviso_workers.sessions import portal  # only here: most workers need none
 
         config, opening, kept = self.config, self._opening, portal.of_process()
@@ -497,11 +507,7 @@ class App(Router[S]):
             (self, id(config)), lambda: open_session(app=self.name, config=config, events=Events(), opening=opening)
         )
         session.publisher.outgoings = self._outgoings
-        before = _KEPT.set((self, session))
-        try:
-            return event_loops.call(kept.blocking, called)
-        finally:
-            _KEPT.reset(before)
+        return session, kept.blocking
 
     @event_loops.awaited
     async def cancel(self, event_type: str, message_id: str) -> bool:

@@ -52,25 +52,47 @@ def awaited(method: M) -> M:
     return cast(M, checked)
 
 
-def old_word(owner: object, name: str) -> AttributeError:
-    """Return the error for an attribute that is not there; it says what replaces the forms for a plain `def`."""
-    kind = type(owner).__name__
-    if name.endswith("_sync") and hasattr(type(owner), name.removesuffix("_sync")):
-        return AttributeError(f"{kind}.{name} is gone: say app.sync(....{name.removesuffix('_sync')}, ...)")
-    return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
+def missing(owner: object, name: str) -> Any:
+    """Raise AttributeError for an attribute that is not there, which says what replaces the forms for a plain `def`."""
+    awaited_form = name.removesuffix("_sync")
+    if awaited_form != name and hasattr(type(owner), awaited_form):
+        raise AttributeError(f"{type(owner).__name__}.{name} is gone: say app.sync(....{awaited_form}, ...)")
+    return object.__getattribute__(owner, name)  # raises as Python does, also the error of a property
 
 
 def call(portal: BlockingPortal, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
     """Run a function on the portal's event loop, with the context variables of this thread, and return its result.
 
-    Raises what it raises, `UnavailableError` where the portal is closed, `OutcomeUnknownError` where its loop ends
-    before the answer comes.
+    Raises what it raises, also a `SystemExit`, which does not end the portal; `UnavailableError` where the portal is
+    closed, `OutcomeUnknownError` where its loop ends before the answer comes.
     """
+
+    async def ended() -> tuple[T | None, BaseException | None]:
+        try:
+            return await function(*arguments), None
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return None, cancelled_from_within(error)
+        except BaseException as error:
+            return None, error
+
     try:
-        answer: Future[T] = portal.start_task_soon(function, *arguments)
+        answer: Future[tuple[T | None, BaseException | None]] = portal.start_task_soon(ended)
     except RuntimeError as error:
         raise UnavailableError(f"the event loop of the app has ended: {error}") from error
     try:
-        return answer.result()
+        returned, failure = answer.result()
     except CancelledError as error:
         raise OutcomeUnknownError("the event loop of the app ended before the answer came") from error
+    if failure is not None:
+        raise failure
+    return cast(T, returned)
+
+
+def cancelled_from_within(error: BaseException) -> Exception:
+    """Return the failure of code that was cancelled by what it awaits, and not from outside."""
+    failure = RuntimeError("cancelled from within: something that it awaited was cancelled")
+    failure.__cause__ = error
+    return failure.with_traceback(error.__traceback__)

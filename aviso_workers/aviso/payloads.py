@@ -126,7 +126,7 @@ def json_reader(kind: Any) -> Callable[[bytes], Any]:
     Raises TypeError for a type that cannot be read.
     """
     if not _holds_pydantic(kind):
-        _require_known(msgspec.inspect.type_info(kind), path="$", known=set())
+        _require_known(msgspec.inspect.type_info(kind), path="$", given=True, known=set())
         return msgspec.json.Decoder(kind, dec_hook=_read_inner).decode
     import pydantic
 
@@ -146,24 +146,23 @@ def json_reader(kind: Any) -> Callable[[bytes], Any]:
     return read
 
 
-def _require_known(found: Any, *, path: str, known: set[int]) -> None:
+def _require_known(found: Any, *, path: str, given: bool, known: set[tuple[int, bool]]) -> None:
     """Raise TypeError where a part of a type is a class that msgspec does not know, unless it is that of a field with a
-    default, which bodies leave out.
+    default, which bodies leave out. `object` is refused there as well.
     """
     match found:
-        case msgspec.inspect.CustomType(cls=cls) if not _holds_pydantic(cls):
+        case msgspec.inspect.CustomType(cls=cls) if (given or cls is object) and not _holds_pydantic(cls):
             place = "" if path == "$" else f" - at `{path}`"
             raise TypeError(f"msgspec does not know {cls!r}{place}{': use Any' if cls is object else ''}")
-        case msgspec.inspect.Field(type=msgspec.inspect.CustomType(cls=cls), required=False) if cls is not object:
-            return
         case msgspec.inspect.Field():
-            _require_known(found.type, path=f"{path}.{found.encode_name}", known=known)
-        case msgspec.inspect.Type() if id(found) not in known:  # a type may hold itself
-            known.add(id(found))
-            _require_known(msgspec.structs.astuple(found), path=path, known=known)
+            path = f"{path}.{found.encode_name}"
+            _require_known(found.type, path=path, given=given and found.required, known=known)
+        case msgspec.inspect.Type() if (id(found), given) not in known:  # a type may hold itself
+            known.add((id(found), given))
+            _require_known(msgspec.structs.astuple(found), path=path, given=given, known=known)
         case tuple():
             for part in found:
-                _require_known(part, path=path, known=known)
+                _require_known(part, path=path, given=given, known=known)
 
 
 def fingerprint(kind: Any) -> str:

@@ -338,7 +338,7 @@ class Table(Generic[T]):
     if not TYPE_CHECKING:  # else every mistyped name would be right for a checker
 
         def __getattr__(self, name):
-            raise event_loops.old_word(self, name)
+            return event_loops.missing(self, name)
 
     def __repr__(self) -> str:
         return f"<Table {self.name}>"
@@ -445,7 +445,7 @@ class Counter:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            raise event_loops.old_word(self, name)
+            return event_loops.missing(self, name)
 
     def __repr__(self) -> str:
         return f"<Counter {self.name}>"

@@ -95,6 +95,8 @@ class Timer(Generic[P, R]):
         self.function = function
         if not inspect.iscoroutinefunction(function):
             raise DeclarationError(f"timer {name!r}: must be an async function")
+        if not isinstance(singleton, bool):
+            raise DeclarationError(f"timer {name!r}: singleton= must be True or False, found {singleton!r:.100}")
         what = f"timer {name!r}"
         ticks = [argument for argument, hint in resources.hints_of(what, function).items() if hint is Tick]
         self.tick_argument = ticks[0] if ticks else None

@@ -45,6 +45,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import checkpoint_if_cancelled
 
+from aviso_workers import event_loops
 from aviso_workers.clocks import Clock, ScheduledCall
 from aviso_workers.declare import outputs
 from aviso_workers.declare.agents import Agent
@@ -171,15 +172,23 @@ async def _attempt(
         return Failure(error, other_version=True)
     except asyncio.CancelledError as error:
         await _raise_cancellation()
-        return Failure(_cancelled_from_within(error))
+        return Failure(event_loops.cancelled_from_within(error))
     except BaseException as error:
         if forked != generation:
             end_child(error)
         if task.cancelling():
             await _raise_cancellation()
+        if isinstance(error, BaseExceptionGroup) and (inside := error.subgroup(ReadOtherwiseError)):
+            return Failure(_first_in(inside), other_version=True)
         return Failure(error)
     finally:
         returned = None  # of a failure, the frames of the traceback lead to this one, and would be kept with it
+
+
+def _first_in(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
 
 
 async def _raise_cancellation() -> None:
@@ -193,12 +202,6 @@ async def _raise_cancellation() -> None:
         await asyncio.sleep(0)
     while task.cancelling():
         task.uncancel()
-
-
-def _cancelled_from_within(error: BaseException) -> Exception:
-    failure = RuntimeError("cancelled from within: something that it awaited was cancelled")
-    failure.__cause__ = error
-    return failure.with_traceback(error.__traceback__)
 
 
 def in_thread(agent: Agent[Any, Any]) -> Callable[..., Awaitable[object]]:

@@ -129,10 +129,11 @@ def stated(spec: StreamSpec) -> dict[str, Any]:
 
 def with_notes(config: Mapping[str, Any], spec: StreamSpec, *, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a stream with our notes in its metadata, which it gets when it is created, and else
-    with its next update. What is noted there stays.
+    with its next update. What is noted there stays, and where it is otherwise than we read, nothing is added to it.
     """
-    if spec.read_as:
-        config = {**config, "metadata": {**spec.read_as, **(config.get("metadata") or {})}}
+    noted = config.get("metadata") or {}
+    if spec.read_as and all(noted.get(key) in (None, "", text) for key, text in spec.read_as.items()):
+        config = {**config, "metadata": {**spec.read_as, **noted}}
     if not spec.monitored:
         return dict(config)
     # The number of its servers follows from the configuration, unless it is in the stated metadata.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -14,7 +15,9 @@ from aviso_workers import App, Batch, Notification, Notify, RetryPolicy, Stream,
 from aviso_workers.backends import Admin
 from aviso_workers.errors import RefusedError
 from aviso_workers.events import AgentDisturbed
+from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.plans import Plan
+from aviso_workers.jetstream.specs import KEY_ORDER, KEY_RULES, StreamSpec
 from aviso_workers.ops import stream_policy
 from aviso_workers.testing import Harness, harness
 from tests.waits import PATIENCE_SECONDS
@@ -120,6 +123,12 @@ class TestAnOutputWithAnotherOrder:
         async def produce(notification: Notification[Any]) -> None:
             await app.notify("job", self.output.identifier)
 
+    def published_in_a_group(self, app: App) -> None:
+        @app.agent("order", retry=ONCE)
+        async def produce(notification: Notification[Any]) -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(app.notify("job", self.output.identifier))
+
     def in_order(self, app: App) -> None:
         @app.agent("order", retry=ONCE, order_by=["id"])
         async def produce(notification: Notification[Any]) -> Notify:
@@ -143,7 +152,7 @@ class TestAnOutputWithAnotherOrder:
 
     output = Notify("job", {"id": "c", "step": "1"})
 
-    @pytest.mark.parametrize("form", [returned, published, in_order, batch, stream, singleton])
+    @pytest.mark.parametrize("form", [returned, published, published_in_a_group, in_order, batch, stream, singleton])
     async def test_is_refused_and_the_agent_stands(self, nats_url: str, form: Callable[..., None]) -> None:
         old, handled = version("id", "step")
         new, _ = version("step", "id")
@@ -266,6 +275,15 @@ async def test_a_test_in_memory_is_told_of_a_rule_with_another_spelling() -> Non
         await t.deploy(new)
         with pytest.raises(AssertionError, match="event type job has rules id=DateHandler"):
             await t.settle(within_seconds=5)
+
+
+def test_the_rules_of_another_order_are_not_noted() -> None:
+    """They would be those by which a worker that is refused reads the stream."""
+    wanted = StreamSpec(name="JOB", subjects=("job.>",), read_as={KEY_ORDER: "step,id", KEY_RULES: "step=A,id=B"})
+    noted = {"metadata": {KEY_ORDER: "id,step"}}
+    assert specs.with_notes(noted, wanted, stated={}) == noted
+    same = {"metadata": {KEY_ORDER: "step,id"}}
+    assert specs.with_notes(same, wanted, stated={})["metadata"] == wanted.read_as
 
 
 async def test_a_rule_with_the_same_spelling_goes_on(nats_url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,57 @@ async def test_what_has_to_be_awaited_fails_the_call_of_a_plain_function(
         await t.settle()
         (dead_letter,) = t.dead_letters
         assert "has to be awaited in the event loop of the app, and none runs in this thread" in dead_letter.error
+
+
+async def test_an_exit_of_what_is_called_from_a_thread_is_a_failure_of_this_call_alone(
+    app: App, url: str | None
+) -> None:
+    counts = app.table("counts", int, default=0)
+
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def await_what_is_cancelled() -> None:
+        awaited = asyncio.get_running_loop().create_future()
+        awaited.cancel()
+        await awaited
+
+    @app.agent("mars", retry=RetryPolicy(attempts=1))
+    def index(notification: Notification[Any]) -> None:
+        if app.sync(counts.update, "calls", lambda calls: calls + 1) == 1:
+            app.sync(leave)
+        app.sync(await_what_is_cancelled)
+
+    async with harness(app, server=url) as t:
+        for step in ("1", "2"):
+            await t.notify("mars", mars(step=step), {})
+            await t.settle()
+        assert await counts.get("calls") == 2
+        assert [letter.error for letter in t.dead_letters] == [
+            "SystemExit: 3",
+            "RuntimeError: cancelled from within: something that it awaited was cancelled",
+        ]
+
+
+async def test_a_call_of_a_thread_goes_on_while_the_block_of_the_app_ends(app: App) -> None:
+    begun, go = anyio.Event(), anyio.Event()
+
+    async def twice() -> list[int]:
+        begun.set()
+        await go.wait()
+        return [(await app.notify("plain", {"a": 1, "b": 2})).sequence for _ in range(2)]
+
+    async with anyio.create_task_group() as tasks, app:
+        found: list[list[int]] = []
+
+        async def call() -> None:
+            found.append(await anyio.to_thread.run_sync(app.sync, twice))
+
+        tasks.start_soon(call)
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await begun.wait()
+        asyncio.get_running_loop().call_later(0.1, go.set)
+    assert [len(sequences) for sequences in found] == [2]
 
 
 async def test_a_loop_over_items_in_a_plain_function_is_told_what_waits(app: App, url: str | None) -> None:

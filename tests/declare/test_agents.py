@@ -72,6 +72,8 @@ class Prepared:
 
     location: str
     other: Ordinary = field(default_factory=Ordinary)
+    another: Ordinary | None = None
+    others: list[Ordinary] = field(default_factory=list)
 
 
 class Left(Struct):

@@ -153,6 +153,10 @@ class TestATimer:
             @Router("r").every("5m", name="sweep", singleton=False)
             async def two(one: Tick, other) -> None: ...  # type: ignore[no-untyped-def]
 
+    def test_that_says_neither_true_nor_false_is_refused(self) -> None:
+        with pytest.raises(DeclarationError, match="timer 'tick': singleton= must be True or False, found 'no'"):
+            Router("r").every("5m", singleton="no")(self.tick)  # type: ignore[arg-type]
+
     def test_with_the_old_word_is_told_the_new_one(self) -> None:
         with pytest.raises(DeclarationError, match="every: leader= is gone: say singleton=True or False"):
             Router("r").every("5m", leader=True)(self.tick)  # type: ignore[call-arg]
