@@ -11,7 +11,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "code of the core": 21_412,
+    "code of the core": 21_413,
     "code of agents": 519,
     "code of cli": 2_774,
     "code of console": 1_760,
@@ -21,9 +21,9 @@ BUDGETS = {
     "code of spark": 3_124,
     "modules": 276,
     "modules that a plain worker loads": 126,
-    "code that a plain worker loads": 17_068,
+    "code that a plain worker loads": 17_069,
     "modules of the reading list": 29,
-    "code of the reading list": 6_301,
+    "code of the reading list": 6_302,
     "files that use tables": 9,
     "files that use windows": 10,
     "files that use timers": 9,
@@ -33,7 +33,7 @@ BUDGETS = {
     "files that use dead letters": 18,
     "files that use order": 2,
     "class names that stand twice": 8,
-    "functions above a complexity of 10": 1,
+    "functions above a complexity of 10": 0,
 }
 SLACK = 0.98
 """A figure below this part of its budget lowers the budget in the same commit."""

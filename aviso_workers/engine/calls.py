@@ -178,17 +178,19 @@ async def _attempt(
             end_child(error)
         if task.cancelling():
             await _raise_cancellation()
-        if isinstance(error, BaseExceptionGroup) and (inside := error.subgroup(ReadOtherwiseError)):
-            return Failure(_first_in(inside), other_version=True)
-        return Failure(error)
+        return _failed(error)
     finally:
         returned = None  # of a failure, the frames of the traceback lead to this one, and would be kept with it
 
 
-def _first_in(group: BaseException) -> BaseException:
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group
+def _failed(error: BaseException) -> Failure:
+    """Return the failure of a call; where a task group holds that an output is refused, it is of another version."""
+    found: BaseException | None = error
+    if isinstance(error, BaseExceptionGroup):
+        found = error.subgroup(ReadOtherwiseError)
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return Failure(error) if found is None or found is error else Failure(found, other_version=True)
 
 
 async def _raise_cancellation() -> None:
