@@ -28,13 +28,13 @@ schedule = App(os.environ["BENCHMARK_NAME"])
 latencies_ms: list[float] = []
 
 
-@notifications.agent("mars", name="count", concurrency=64)
+@notifications.agent("mars", name="count", start="all", concurrency=64)
 async def count(notification: Notification[Field]) -> None:
     if notification.identifier["step"]:
         tally.add()
 
 
-@batches.agent("mars", name="count", batch=Batching(size=500))
+@batches.agent("mars", name="count", start="all", batch=Batching(size=500))
 async def count_batch(batch: Batch[Field]) -> None:
     tally.add(len(batch))
 

@@ -29,7 +29,7 @@ def _counting(fails: Callable[[Notification[Field]], bool] = lambda _: False, *,
     """Return an agent that counts what it does not fail."""
     app = App(os.environ["BENCHMARK_NAME"])
 
-    @app.agent("mars", name="count", concurrency=64, order_by=order_by)
+    @app.agent("mars", name="count", start="all", concurrency=64, order_by=order_by)
     async def count(notification: Notification[Field]) -> None:
         if fails(notification):
             raise ValueError("not this one")
@@ -42,7 +42,7 @@ def _with_idle(app: App) -> App:
     """Return the app with agents for which there is nothing to do."""
     for number in range(IDLE):
 
-        @app.agent("mars", name=f"idle-{number}", where={"class": "rd"}, concurrency=64)
+        @app.agent("mars", name=f"idle-{number}", start="all", where={"class": "rd"}, concurrency=64)
         async def rest(notification: Notification[Field]) -> None: ...
 
     return app
@@ -60,7 +60,7 @@ def _folding(fails: Callable[[Notification[Field]], bool]) -> App:
 
     hourly = Windowing(size="1h", fold=fold, initial=0, key=lambda notification: notification.identifier["step"])
 
-    @app.agent("mars", name="count", window=hourly, concurrency=64, retry=RetryPolicy(first=600.0))
+    @app.agent("mars", name="count", start="all", window=hourly, concurrency=64, retry=RetryPolicy(first=600.0))
     async def count(window: Window[int]) -> None: ...
 
     return app
@@ -77,7 +77,7 @@ windows_unsettled = _folding(lambda notification: notification.sequence % 2 == 0
 rejecting = App(os.environ["BENCHMARK_NAME"])
 
 
-@rejecting.agent("mars", name="count", concurrency=64)
+@rejecting.agent("mars", name="count", start="all", concurrency=64)
 async def reject(notification: Notification[Field]) -> None:
     tally.add()
     raise Reject("to be handed back")

@@ -120,7 +120,7 @@ def _among_idle(ground: Ground, size: Size, say: Say) -> Figures:
 def _declare_idle(app: App) -> None:
     for number in range(IDLE):
 
-        @app.agent("mars", name=f"idle-{number}")
+        @app.agent("mars", name=f"idle-{number}", start="all")
         async def rest(notification: Notification[None]) -> None: ...
 
 

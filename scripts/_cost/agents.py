@@ -26,28 +26,28 @@ tally = counting.Tally(ended=stop)
 one, batch, ordered, failing, first = (App(f"cost-{counting.RUN}") for _ in range(5))
 
 
-@one.agent("mars", name="count", concurrency=64)
+@one.agent("mars", name="count", start="all", concurrency=64)
 async def count(notification: Notification[Field]) -> None:
     tally.add()
 
 
-@batch.agent("mars", name="count", batch=Batching(size=500))
+@batch.agent("mars", name="count", start="all", batch=Batching(size=500))
 async def count_batch(notifications: Batch[Field]) -> None:
     tally.add(len(notifications))
 
 
-@ordered.agent("mars", name="count", concurrency=64, order_by=["step"])
+@ordered.agent("mars", name="count", start="all", concurrency=64, order_by=["step"])
 async def count_in_order(notification: Notification[Field]) -> None:
     tally.add()
 
 
-@failing.agent("mars", name="count", concurrency=64)
+@failing.agent("mars", name="count", start="all", concurrency=64)
 async def count_failures(notification: Notification[Field]) -> None:
     tally.add()
     raise Reject(notification.payload.location)  # other failures would be paced
 
 
-@first.agent("mars", name="count")
+@first.agent("mars", name="count", start="all")
 async def end_at_once(notification: Notification[Field]) -> None:
     """The worker is counted from its start."""
     counting.end()

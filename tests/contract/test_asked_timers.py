@@ -38,11 +38,11 @@ async def test_one_worker_runs_what_was_asked_for(kind: str, nats_url: str, lead
     app = App("contract", config=app_config(kind, nats_url))
     seen: list[Tick] = []
 
-    @app.every("1h", singleton=leader)
+    @app.every("1000d", singleton=leader)
     async def report(tick: Tick) -> None:
         seen.append(tick)
 
-    @app.every("1h", singleton=False)
+    @app.every("1000d", singleton=False)
     async def other() -> None:
         raise AssertionError("nobody has asked for it")
 
@@ -61,7 +61,7 @@ async def test_one_worker_runs_what_was_asked_for(kind: str, nats_url: str, lead
 async def test_a_run_that_fails_says_why_also_while_the_timer_is_paused(kind: str, nats_url: str) -> None:
     app = App("contract", config=app_config(kind, nats_url))
 
-    @app.every("1h", singleton=False)
+    @app.every("1000d", singleton=False)
     async def report() -> None:
         raise ValueError("no such archive")
 
@@ -77,7 +77,7 @@ async def test_what_nobody_has_taken_in_time_is_void() -> None:
     app = App("contract", config=app_config("in_memory", ""))
     ran: list[Tick] = []
 
-    @app.every("1h", singleton=False)
+    @app.every("1000d", singleton=False)
     async def report(tick: Tick) -> None:
         ran.append(tick)
 
@@ -96,7 +96,7 @@ async def test_what_nobody_has_taken_in_time_is_void() -> None:
 async def test_of_two_that_know_of_a_run_one_takes_it(kind: str, nats_url: str) -> None:
     app = App("contract", config=app_config(kind, nats_url))
 
-    @app.every("1h", singleton=False)
+    @app.every("1000d", singleton=False)
     async def report() -> None: ...
 
     async with harness(app, server=nats_url if kind == "jetstream" else None, workers=0) as t:
@@ -128,7 +128,7 @@ async def test_of_two_that_know_of_a_run_one_takes_it(kind: str, nats_url: str) 
 async def test_two_do_not_ask_at_the_same_time() -> None:
     app = App("contract", config=app_config("in_memory", ""))
 
-    @app.every("1h", singleton=False)
+    @app.every("1000d", singleton=False)
     async def report() -> None: ...
 
     async with harness(app, workers=0) as t:
@@ -143,7 +143,7 @@ async def test_a_run_whose_worker_dies_does_not_run_again(kind: str, nats_url: s
     begun: list[Tick] = []
     began = anyio.Event()
 
-    @app.every("1h", singleton=False)
+    @app.every("1000d", singleton=False)
     async def report(tick: Tick) -> None:
         begun.append(tick)
         began.set()

@@ -597,11 +597,15 @@ async def test_a_function_of_on_dead_letter_that_needs_what_is_away_is_paced(vir
         calls.append(virtual.session.backend.clock.monotonic())
         raise ConnectionRefusedError(111, "refused")
 
-    async with harness(virtual) as t:
-        await publish(virtual, range(200))
-        await t.advance(120.0)
-        assert len(calls) <= UNTIL_SHUT + 121
-        await until(t, lambda: len(t.dead_letters) == 200)
+    async def two_minutes() -> None:
+        async with harness(virtual) as t:
+            await publish(virtual, range(200))
+            await t.advance(120.0)
+            assert len(calls) <= UNTIL_SHUT + 121
+            await until(t, lambda: len(t.dead_letters) == 200)
+
+    with pytest.raises(AssertionError, match="the function of on_dead_letter has failed for mars@"):
+        await two_minutes()
 
 
 async def test_a_worker_that_stops_gives_back_what_it_holds(app: App, url: str | None, catalogue: Catalogue) -> None:
