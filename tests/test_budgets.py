@@ -11,7 +11,7 @@ import pytest
 import _figures
 
 BUDGETS = {
-    "code of the core": 21_413,
+    "code of the core": 21_415,
     "code of agents": 519,
     "code of cli": 2_774,
     "code of console": 1_760,
@@ -21,9 +21,9 @@ BUDGETS = {
     "code of spark": 3_124,
     "modules": 276,
     "modules that a plain worker loads": 126,
-    "code that a plain worker loads": 17_069,
+    "code that a plain worker loads": 17_071,
     "modules of the reading list": 29,
-    "code of the reading list": 6_302,
+    "code of the reading list": 6_304,
     "files that use tables": 9,
     "files that use windows": 10,
     "files that use timers": 9,

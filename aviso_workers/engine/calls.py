@@ -185,12 +185,14 @@ async def _attempt(
 
 def _failed(error: BaseException) -> Failure:
     """Return the failure of a call; where a task group holds that an output is refused, it is of another version."""
-    found: BaseException | None = error
-    if isinstance(error, BaseExceptionGroup):
-        found = error.subgroup(ReadOtherwiseError)
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return Failure(error) if found is None or found is error else Failure(found, other_version=True)
+    inside = [error]
+    while inside:  # a group may be nested too deeply for its own methods
+        found = inside.pop()
+        if issubclass(type(found), ReadOtherwiseError):
+            return Failure(found, other_version=True)
+        if issubclass(type(found), BaseExceptionGroup):
+            inside.extend(BaseExceptionGroup.exceptions.__get__(found))
+    return Failure(error)
 
 
 async def _raise_cancellation() -> None:
