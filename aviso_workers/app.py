@@ -82,7 +82,7 @@ _KEPT: ContextVar[tuple[App, Session] | None] = ContextVar("kept", default=None)
 METRIC = re.compile(r"(?!aviso_worker_)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-class App(Router[S]):
+class App(event_loops.Awaited, Router[S]):
     """An application: agents and what else a router declares, the routers that it includes, and a configuration.
 
     `name` is part of every agent's durable consumer: two apps of the same name share the work. `config` is a path,
@@ -184,11 +184,6 @@ class App(Router[S]):
                 "`await asyncio.to_thread(app.sync, app.notify, ...)` publishes"
             )
         return self._session
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name):
-            return event_loops.missing(self, name)
 
     @property
     def stopping(self) -> bool:

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from anyio.from_thread import BlockingPortal
 
@@ -52,12 +52,16 @@ def awaited(method: M) -> M:
     return cast(M, checked)
 
 
-def missing(owner: object, name: str) -> Any:
-    """Raise AttributeError for an attribute that is not there, which says what replaces the forms for a plain `def`."""
-    awaited_form = name.removesuffix("_sync")
-    if awaited_form != name and hasattr(type(owner), awaited_form):
-        raise AttributeError(f"{type(owner).__name__}.{name} is gone: say app.sync(....{awaited_form}, ...)")
-    return object.__getattribute__(owner, name)  # raises as Python does, also the error of a property
+class Awaited:
+    """What has methods that are awaited; who asks for one with `_sync` behind its name is told of `App.sync`."""
+
+    if not TYPE_CHECKING:  # else every mistyped name would be right for a checker
+
+        def __getattr__(self, name):
+            method = name.removesuffix("_sync")
+            if method != name and hasattr(type(self), method):
+                raise AttributeError(f"{type(self).__name__}.{name} is gone: say app.sync(....{method}, ...)")
+            return object.__getattribute__(self, name)  # raises as Python does, also the error of a property
 
 
 def call(portal: BlockingPortal, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:

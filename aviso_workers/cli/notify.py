@@ -85,7 +85,7 @@ async def _notify_one(wanted: Notify, config: ConfigSource | None) -> None:
     if receipt.due:
         _tell(f"{wanted.event_type} {receipt.message_id} waits until {time_text(receipt.due)}")
     else:
-        _tell(f"{wanted.event_type}@{receipt.sequence} stored in {receipt.stream}")
+        _tell(f"{receipt.id} stored in {receipt.stream}")
 
 
 class _Checked(Struct, frozen=True):

@@ -17,7 +17,7 @@ from datetime import datetime
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from types import FrameType, NoneType, UnionType
-from typing import Any, Concatenate, Generic, Never, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from msgspec import Struct
 from typing_extensions import TypeVar as DefaultTypeVar
@@ -378,6 +378,7 @@ class Router(Generic[S]):
         self._takers: dict[object, Taker] = {}
         """By app and prefix, what adds a declaration to an app that includes the router."""
 
+    @_without_old_words
     def agent(
         self,
         event_type: str,
@@ -396,7 +397,6 @@ class Router(Generic[S]):
         singleton: bool = False,
         depends_on: Dependency | None = None,
         decode: Callable[[bytes], Any] | None = None,
-        **old: Never,
     ) -> Callable[[Callable[P, R]], Agent[P, R]]:
         """Declare an agent: the function is run for every matching notification of `event_type`, at least once.
 
@@ -437,7 +437,6 @@ class Router(Generic[S]):
         Raises `DeclarationError`.
         """
         _check_text("agent", "event_type", event_type, 'the name of an event type, as in @app.agent("mars")')
-        _refuse_old_words(old)
         filtered = check_filter(where)
         fields = identifier_fields("agent: order_by=", order_by)
         asked = limits_in_order(limits)
@@ -836,14 +835,6 @@ def _check_text(decorator: str, argument: str, found: object, wanted: str) -> No
     """Raise `DeclarationError` where the first argument of a decorator is not text, as where it has no parentheses."""
     if not isinstance(found, str):
         raise DeclarationError(f"{decorator}: {argument} must be {wanted}, found {found!r:.100}")
-
-
-def _refuse_old_words(given: Mapping[str, object]) -> None:
-    """Raise `DeclarationError` for an argument of `agent` that has another name now, and TypeError for any other."""
-    for word in given:
-        if word in OLD_WORDS:
-            raise DeclarationError(f"agent: {word}= is gone: say {OLD_WORDS[word]}")
-        raise TypeError(f"agent() got an unexpected keyword argument {word!r}")
 
 
 def _check_kinds(agent: str, kinds: Sequence[object]) -> None:

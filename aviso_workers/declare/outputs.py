@@ -149,8 +149,10 @@ def _event_type(call: ast.Call, names: Collection[str], methods: Collection[str]
         is_meant = called.id in names
     else:
         is_meant = isinstance(called, ast.Attribute) and called.attr in methods
-    if not is_meant or arguments:
-        return arguments[0] if is_meant else None
+    if not is_meant:
+        return None
+    if arguments:
+        return arguments[0]
     return next((each.value for each in call.keywords if each.arg == "event_type"), None)
 
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
 from contextvars import ContextVar
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakValueDictionary
 
 import anyio
@@ -140,7 +140,7 @@ class _Bucket(NamedTuple):
     """By key as it is spelled, the updates that wait for each other."""
 
 
-class Table(Generic[T]):
+class Table(event_loops.Awaited, Generic[T]):
     """Values of one type by key, for use inside `async with app:`; see `Router.table`.
 
     A plain `def`, which runs in a thread, calls the methods by `App.sync`.
@@ -335,11 +335,6 @@ class Table(Generic[T]):
     def disconnect(self) -> None:
         self._connections.remove()
 
-    if not TYPE_CHECKING:  # else every mistyped name would be right for a checker
-
-        def __getattr__(self, name):
-            return event_loops.missing(self, name)
-
     def __repr__(self) -> str:
         return f"<Table {self.name}>"
 
@@ -403,7 +398,7 @@ class CounterStore(Protocol):
     async def all(self) -> dict[str, int]: ...
 
 
-class Counter:
+class Counter(event_loops.Awaited):
     """Whole numbers by key, which the server adds up, for use inside `async with app:`; see `Router.counter`.
 
     Nothing is read before it is written, so that workers do not conflict. Every method raises as those of a `Table` do,
@@ -441,11 +436,6 @@ class Counter:
 
     def disconnect(self) -> None:
         self._connections.remove()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name):
-            return event_loops.missing(self, name)
 
     def __repr__(self) -> str:
         return f"<Counter {self.name}>"

@@ -168,8 +168,6 @@ async def _attempt(
         return Failure(found.error, final=found.reason)
     except OtherVersionError as found:
         return Failure(found.error, other_version=True)
-    except ReadOtherwiseError as error:
-        return Failure(error, other_version=True)
     except asyncio.CancelledError as error:
         await _raise_cancellation()
         return Failure(event_loops.cancelled_from_within(error))
@@ -184,7 +182,7 @@ async def _attempt(
 
 
 def _failed(error: BaseException) -> Failure:
-    """Return the failure of a call; where a task group holds that an output is refused, it is of another version."""
+    """Return the failure of a call; where an output is refused, also inside a task group, it is of another version."""
     inside = [error]
     while inside:  # a group may be nested too deeply for its own methods
         found = inside.pop()

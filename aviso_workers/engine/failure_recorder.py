@@ -81,10 +81,8 @@ class LastFailures:
         noted = self._noted.get((kind, name))
         if noted is None:
             noted = self._noted[kind, name] = _Noted(_described(error, now, until))
-        elif (noted.last.error, noted.last.of) == (
-            printable(type(error).__name__),
-            of,
-        ):  # of thousands alike, only some are described
+        elif (noted.last.error, noted.last.of) == (printable(type(error).__name__), of):
+            # Of thousands alike, only some are described.
             noted.last = structs.replace(noted.last, last=now, until=until, times=noted.last.times + 1)
         else:
             before = noted.last

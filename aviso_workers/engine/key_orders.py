@@ -16,6 +16,7 @@ from aviso_workers.aviso.schema import EventType
 from aviso_workers.backends import Backend
 from aviso_workers.config.streams import read_as
 from aviso_workers.declare.verdicts import ReadOtherwiseError
+from aviso_workers.jetstream import specs
 from aviso_workers.jetstream.specs import KEY_ORDER, KEY_RULES
 
 TELLS = {KEY_ORDER: ("key_order", "read as other ones"), KEY_RULES: ("rules", "passed over")}
@@ -28,15 +29,14 @@ async def require_same(backend: Backend, stream: str, event_type: str, declared:
 
     Raises `ReadOtherwiseError` for others, `BackendError`.
     """
-    noted = (await backend.stream_info(stream)).config.metadata
-    for key, wanted in read_as(event_type, declared).items():
-        if (found := noted.get(key) or wanted) != wanted:
-            has, becomes = TELLS[key]
-            raise ReadOtherwiseError(
-                f"event type {event_type} has {has} {wanted.replace(',', ', ')}, and stream {stream} is read with "
-                f"{found.replace(',', ', ')}: its notifications would be {becomes}. Take the former {has} back, or "
-                "give the event type another topic.base; with the same base, stop all programs that publish to it or "
-                "read it, purge the stream and what is delayed for it, drop its dead letters, and run `aviso-workers "
-                "streams apply`",
-                require=partial(require_same, backend, stream, event_type, declared),
-            )
+    noted, wanted = (await backend.stream_info(stream)).config.metadata, read_as(event_type, declared)
+    for key in specs.read_otherwise(noted, wanted):
+        has, becomes = TELLS[key]
+        raise ReadOtherwiseError(
+            f"event type {event_type} has {has} {wanted[key].replace(',', ', ')}, and stream {stream} is read with "
+            f"{noted[key].replace(',', ', ')}: its notifications would be {becomes}. Take the former {has} back, or "
+            "give the event type another topic.base; with the same base, stop all programs that publish to it or "
+            "read it, purge the stream and what is delayed for it, drop its dead letters, and run `aviso-workers "
+            "streams apply`",
+            require=partial(require_same, backend, stream, event_type, declared),
+        )

@@ -227,8 +227,8 @@ class TracedPublisher(Publisher):
         given = _creation(getattr(wanted, "headers", None))
         with self._traces.publishing(_event_types([wanted]), [given] if given else []) as span:
             receipt = await super().notify(wanted)
-            if receipt.sequence:
-                span.set_attribute(MESSAGE_ID, f"{wanted.event_type}@{receipt.sequence}")
+            if receipt.id:
+                span.set_attribute(MESSAGE_ID, receipt.id)
             return receipt
 
     async def notify_together(self, wanted: Iterable[Notify], *, message_id: str | None) -> Receipt:

@@ -132,13 +132,18 @@ def with_notes(config: Mapping[str, Any], spec: StreamSpec, *, stated: Mapping[s
     with its next update. What is noted there stays, and where it is otherwise than we read, nothing is added to it.
     """
     noted = config.get("metadata") or {}
-    if spec.read_as and all(noted.get(key) in (None, "", text) for key, text in spec.read_as.items()):
+    if spec.read_as and not read_otherwise(noted, spec.read_as):
         config = {**config, "metadata": {**spec.read_as, **noted}}
     if not spec.monitored:
         return dict(config)
     # The number of its servers follows from the configuration, unless it is in the stated metadata.
     known = {key: text for key, text in (config.get("metadata") or {}).items() if key != EXPECTED_PEERS}
     return {**config, "metadata": {**_thresholds(config), **known, **(stated.get("metadata") or {})}}
+
+
+def read_otherwise(noted: Mapping[str, str], read_as: Mapping[str, str]) -> list[str]:
+    """Return the keys under which the metadata of a stream says that it is read otherwise. Absent ones say nothing."""
+    return [key for key, text in read_as.items() if noted.get(key) not in (None, "", text)]
 
 
 def is_name(text: str) -> bool:

@@ -127,8 +127,7 @@ async def _planned(admin: Admin, provisioner: Provisioner, spec: StreamSpec) -> 
     noted = {key: info.config.metadata.get(key, "") for key in spec.read_as}
     if noted == spec.read_as:
         return plan
-    is_changed = any(text not in ("", spec.read_as[key]) for key, text in noted.items())
-    cure = await _why_kept(admin, info) if is_changed else ""
+    cure = await _why_kept(admin, info) if specs.read_otherwise(noted, spec.read_as) else ""
     differing = tuple(
         Difference(field=READ_AS[key], found=noted[key] or "none", wanted=wanted, cure=cure)
         for key, wanted in spec.read_as.items()

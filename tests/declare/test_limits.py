@@ -82,7 +82,7 @@ def test_a_decorator_names_the_mistake_and_the_cure(given: dict[str, Any], mista
 
 def test_an_argument_that_never_was_is_refused_as_by_python() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'rate'"):
-        Router("router").agent("mars", rate=10)  # type: ignore[arg-type]
+        Router("router").agent("mars", rate=10)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["Limit", "Backoff"])

@@ -399,4 +399,4 @@ def refused_limits() -> None:
     Rate(100)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     Slots(1, ["class"])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     app.agent("mars", limits=Slots(1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    app.agent("mars", rate_limit=10)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    app.agent("mars", rate_limit=10)  # type: ignore[call-arg]  # pyright: ignore[reportArgumentType]
